@@ -1,0 +1,925 @@
+"""DDP: every rank holds the whole model and its own share of the batch; gradients are summed over the ranks.
+
+Each rank runs forward and backward on different samples. Before the optimizer step the gradients are averaged over
+all ranks, so every rank applies the same update to the same weights and the replicas never part.
+
+                 rank 0      rank 1      bytes per rank; Ψ parameters, N ranks
+    p            [ A | B ]   [ A | B ]   4Ψ    fp32 weights (fp16 and bf16 run by autocast over them)
+    m, v         [ A | B ]   [ A | B ]   8Ψ    Adam's two moments
+    grads        [ A | B ]   [ A | B ]   4Ψ    in flat buckets, summed over the ranks while backward still runs
+    batch        [ x0 x1 ]   [ x2 x3 ]         the only thing that differs
+    BERT-base (Ψ = 109.5e6): 16Ψ = 1.75 GB on every rank, however many there are; zero.py divides it.
+
+    1. forward        on this rank's samples; no communication.
+    2. backward       the last layer's gradient comes first. As soon as every gradient of a bucket is there, the bucket
+                      is all-reduced while autograd computes the next layers:
+
+                      compute   | grad layer 4 | grad layer 3 | grad layer 2 | grad layer 1 |
+                      network                  | all-reduce 4 | all-reduce 3 | all-reduce 2 | all-reduce 1 |
+
+    3. step           norm over all gradients, overflow check, clip, Adam; the same arithmetic on every rank.
+
+    An all-reduce of B bytes over a ring sends 2(N-1)/N * B bytes per rank: (N-1)/N to sum each N-th on one rank, as much
+    to hand the sums round. 4Ψ bytes of gradients on 8 ranks: 7Ψ bytes, 766 MB a step for BERT-base, whatever the batch.
+
+Why buckets: one collective per parameter would pay the latency 200 times, one for all parameters could not start
+before backward ends. Why in a fixed order: collectives are matched by position. If rank 0 sent bucket 2 while rank 1
+sent bucket 1, the two would be added up without an error.
+
+What is left out: buckets of sparse gradients (refused by name), models spread over several devices (refused).
+Not here yet, and an error that says so: save, load, capture, compression.
+
+PyTorch Distributed, arXiv:2006.15704 (buckets §3.2.2, overlap §3.2.3, unused parameters §3.2.4, no_sync §3.2.4);
+ring all-reduce: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), §3; loss scale: arXiv:1710.03740 §3.2.
+
+    engine = DDP(model, [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-4, weight_decay=0.01)
+    for batch in loader:                                    # this rank's share of the global batch
+        loss = engine.forward_backward(batch)               # or: loss = engine(x).mean(); engine.backward(loss)
+        engine.step()
+
+`python ddp.py` trains a small transformer on two CPU ranks and compares every figure above with what it measures.
+"""
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ALIGN = 8  # elements: each parameter starts on 32 bytes in fp32 and 16 in half precision, as 16-byte loads want
+HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass
+class Bucket:
+    """Gradients that travel together. `flat` (numel,) holds them one after the other, `views[k]` is the part that has
+    the shape and the strides of parameter `indices[k]`; padding between them stays zero."""
+
+    indices: list[int]
+    flat: Tensor
+    views: list[Tensor]
+    missing: int = 0  # gradients of this backward that have not arrived yet
+    work: dist.Work | None = None  # the all-reduce in flight
+
+
+class DDP:
+    """Data-parallel training of `module` with Adam; see the file's docstring for the idea and the list of steps.
+
+    params: None for all parameters, or param groups as any torch optimizer takes them. A parameter that is in no group
+    is not trained: its gradient stays local, as with a plain optimizer. precision: "fp32" leaves the model as it is,
+    "bf16" and "fp16" run it under autocast, fp16 with a dynamic loss scale. max_norm: clip to this global L2 norm, 0
+    for off. bucket_mb, first_bucket_mb: capacity of the buckets in MiB; a small first one lets communication start
+    early. group: the process group to average over, None for all ranks (or a single process without any group).
+    Parameters and buffers are broadcast from the group's first rank, so models may be built with different seeds.
+    Raises ValueError where ranks bring different models, parameters live on several devices, or an argument is wrong.
+    """
+
+    def __init__(self, model: nn.Module, params=None, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
+                 adamw=True, precision="fp32", max_norm=0.0, initial_scale=2.0**16, growth_interval=2000, min_scale=1.0,
+                 max_scale=2.0**24, bucket_mb=25.0, first_bucket_mb=1.0, compression=None, group=None):
+        if precision not in HALF:
+            raise ValueError(f"precision must be one of {', '.join(HALF)}, got {precision!r}")
+        if compression is not None:
+            raise NotImplementedError(f"compression={compression!r}: compressed gradients are not in ddp.py yet")
+        if bucket_mb <= 0 or first_bucket_mb <= 0:
+            raise ValueError(f"bucket_mb and first_bucket_mb must be positive, got {bucket_mb} and {first_bucket_mb}")
+        devices = {t.device for t in (*model.parameters(), *model.buffers())}
+        if len(devices) != 1:
+            raise ValueError(f"the model must live on one device, found {sorted(map(str, devices)) or 'no parameters'}")
+        self.module, self.device, self.group = model, devices.pop(), group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.half = HALF[precision]
+        self.bucket_bytes, self.first_bucket_bytes = bucket_mb * 2**20, first_bucket_mb * 2**20
+        self.traffic: dict[str, int] = {}  # bytes sent by this rank in the last step, by collective
+        self._sent: dict[str, int] = {}  # the same, of the step that is under way
+
+        self.scaler = LossScale(self.device, initial_scale if precision == "fp16" else 1.0, precision == "fp16",
+                                growth_interval, min_scale, max_scale)
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adamw=adamw)
+        self.optimizer = Adam(self, params, defaults, max_norm, self.scaler)
+        self.params, self.names = self.optimizer.params, self.optimizer.names  # what is trained, in the model's order
+        for name, p in zip(self.names, self.params):
+            if p.is_complex():
+                raise ValueError(f"complex parameters are not supported: {name} is {p.dtype}")
+            if torch.empty_like(p).stride() != p.stride():  # holes or overlap: a slice or an expanded view of something
+                p.data = p.data.contiguous()
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+
+        self._check_same_model()
+        # before: every rank has its own initial values.  after: all have those of the group's first rank.
+        # sends: each tensor once, at construction only (not in `traffic`); everybody waits.
+        for t in (*model.parameters(), *model.buffers()):
+            self._broadcast(t.data)
+
+        # Whole parameters: the fragment is the parameter itself, its gradient a view of a bucket.
+        self.fragments = [Fragment(n, i, tuple(p.shape), (tuple(slice(0, s) for s in p.shape),), 0, p.numel(), p.data)
+                          for i, (n, p) in enumerate(zip(self.names, self.params))]
+        self._lay_out_buckets(list(reversed(range(len(self.params)))))  # a guess: backward runs from the end
+        self._lay_out_running_statistics()
+        self._sync = True  # False inside no_sync
+        self._in_backward = False
+        self._reduced = False  # the buckets hold sums over ranks already
+        self._arrival: list[int] | None = None  # parameters in the order of their gradients in the first reduced backward
+        self._rebuilt = False
+        self._arrived = [False] * len(self.params)  # in this backward
+        for i, p in enumerate(self.params):
+            p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
+
+    # ---- 0. before training: who holds what --------------------------------------------------------------------------
+
+    def _lay_out_buckets(self, order: list[int]) -> None:
+        """Cut the parameters, in this order, into buckets of one dtype each, and point Adam at the gradients in them.
+
+        A bucket is closed when the next parameter would exceed its capacity; a larger parameter has one for itself.
+        """
+        open_, closed = {}, []  # dtype -> parameter indices; the buckets' index lists in the order in which they filled
+        size_bytes = dict.fromkeys((p.dtype for p in self.params), 0)
+        for i in order:
+            p = self.params[i]
+            p_bytes = -(-p.numel() // ALIGN) * ALIGN * p.element_size()
+            capacity = self.bucket_bytes if closed else self.first_bucket_bytes
+            if open_.get(p.dtype) and size_bytes[p.dtype] + p_bytes > capacity:
+                closed.append(open_.pop(p.dtype))
+                size_bytes[p.dtype] = 0
+            open_.setdefault(p.dtype, []).append(i)
+            size_bytes[p.dtype] += p_bytes
+        self.buckets: list[Bucket] = []
+        self._bucket_of = [0] * len(self.params)
+        for indices in closed + list(open_.values()):
+            starts, numel = [], 0
+            for i in indices:
+                starts.append(numel)
+                numel += -(-self.params[i].numel() // ALIGN) * ALIGN
+                self._bucket_of[i] = len(self.buckets)
+            flat = torch.zeros(numel, dtype=self.params[indices[0]].dtype, device=self.device)
+            views = [flat.as_strided(self.params[i].shape, self.params[i].stride(), start)
+                     for i, start in zip(indices, starts)]
+            for i, view in zip(indices, views):
+                self.fragments[i].grad = view
+            self.buckets.append(Bucket(indices, flat, views))
+        self.optimizer.own(self.fragments)
+
+    def _lay_out_running_statistics(self) -> None:
+        """Make BatchNorm's running means and variances views of one flat tensor per dtype, to be averaged at once."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name, buffer in self.module.named_buffers():
+            if name.rpartition(".")[2].startswith("running_") and buffer.is_floating_point():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        self._statistics = []
+        for buffers in by_dtype.values():
+            flat = torch.cat([b.reshape(-1) for b in buffers])
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers])):
+                buffer.data = part.view(buffer.shape)
+            self._statistics.append(flat)
+
+    def _check_same_model(self) -> None:
+        """Different models would meet in collectives of different sizes, which hang or add up nonsense: say so first."""
+        text = repr([(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in self.module.named_parameters()]
+                    + [(n, tuple(b.shape), b.dtype) for n, b in self.module.named_buffers()] + self.names)
+        digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+        ends = torch.tensor([digest, -digest], device=self.device)
+        # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 16 bytes, once; everybody waits.
+        self._all_reduce(ends, op=dist.ReduceOp.MAX)
+        if ends[0] != -ends[1]:
+            raise ValueError(f"the ranks bring different models or param groups: rank {self.rank} has {len(self.names)} "
+                             f"trained parameters, the first {self.names[:1]}, and another rank something else")
+
+    # ---- 1. forward --------------------------------------------------------------------------------------------------
+
+    def _autocast(self):
+        """Half-precision matrix products over fp32 weights; the casts made for forward are kept until it ends."""
+        return torch.autocast(self.device.type, self.half, enabled=self.half is not None)
+
+    def __call__(self, *args, **kwargs):
+        with self._autocast():
+            return self.module(*args, **kwargs)
+
+    def forward_backward(self, batch, micro_batches: int = 1, loss_fn=None, weight=None) -> Tensor:
+        """Forward and backward over this rank's `batch` in `micro_batches` pieces, then the reduction. Returns the
+        weighted mean loss over all pieces of all ranks: a device scalar, the same number on every rank.
+
+        batch: a Mapping (the model's keyword arguments), a tuple or list (its first item goes to the model, the rest is
+        for loss_fn) or a tensor; tensors are cut along dim 0. loss_fn(output, micro_batch) returns the mean over the
+        micro-batch; without it the output, or its `loss`, is the loss. weight(micro_batch): what a micro-batch counts, a
+        number or a device scalar that depends on the batch alone; see `default_weight`.
+        """
+        pieces = split_batch(batch, micro_batches)
+        weigh = weight or (lambda piece: default_weight(self.module, piece, loss_fn))
+        counts = [torch.as_tensor(weigh(piece), dtype=torch.float64, device=self.device) for piece in pieces]
+        total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=self.device)
+        # before: each rank knows the weight of its own pieces.  after: every rank the sum over all of them.
+        # sends: 8 bytes (ring: 2(N-1)/N of them); needed only when backward starts, so it overlaps with the first forward.
+        total_work = self._all_reduce(total, async_op=True)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for k, (piece, count) in enumerate(zip(pieces, counts)):
+            with self._autocast():
+                loss = model_loss(self.module, piece, loss_fn)
+            if total_work is not None:
+                total_work.wait()
+                total_work = None
+            share = torch.where(total > 0, count / total, 0.0)
+            with contextlib.nullcontext() if k == len(pieces) - 1 else self.no_sync():
+                self._backward(loss, share)
+            loss_sum += torch.where(share > 0, loss.detach().double() * share, 0.0)  # 0 labels: the loss is NaN, its share 0
+        if not pieces:  # this rank has no samples: its gradients are zeros, but the others wait for them
+            total_work and total_work.wait()
+            self._begin_backward()
+            self._end_backward()
+        # before: each rank has the weighted losses of its own pieces.  after: all have the sum.  sends: 8 bytes.
+        self._all_reduce(loss_sum)
+        return loss_sum.to(loss.dtype if pieces else torch.float32)
+
+    # ---- 2. backward, and the reduction inside it --------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of this rank's mean loss; ranks count 1/N each. For a loop of your own, with `no_sync` around all but
+        the last micro-batch; there, dividing by the number of micro-batches is yours. When it returns, `.grad` holds
+        the average over the ranks, times the loss scale."""
+        self._backward(loss, 1.0 / self.world_size)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Inside, `backward` only accumulates on this rank. The flag is read in backward alone, so forward may be inside
+        or outside. If no later backward reduces what has accumulated, `step` does."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _backward(self, loss: Tensor, share) -> None:
+        """Autograd starts from `scale * share` instead of 1. The share, 1/N or micro-batch over total weight, is divided
+        out here, before the sum, and not after it: no pass over the buckets, and the sum of N fp16-scaled gradients
+        is no larger than one of them."""
+        self._begin_backward()
+        try:
+            loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
+        except BaseException:
+            for bucket in self.buckets:  # do not leave a collective of this backward to be met by a later one
+                bucket.work = bucket.work and bucket.work.wait() and None
+            raise
+        finally:
+            self._in_backward = False
+        if self._sync:
+            self._end_backward()
+
+    def _begin_backward(self) -> None:
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket; unfreeze it before")
+        if self._reduced:  # a second backward before step: keep one copy of the sum, or the next one would count it N times
+            if self.rank != 0:
+                for bucket in self.buckets:
+                    bucket.flat.zero_()
+            self._reduced = False
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.indices)
+        self._arrived = [False] * len(self.params)
+        self._launched = 0  # buckets of this backward whose all-reduce has been issued
+        self._order: list[int] = []
+        self._in_backward = True
+
+    def _on_grad(self, index: int, param: nn.Parameter) -> None:
+        """Autograd calls this after it has added a gradient into `param.grad`."""
+        if not self._in_backward:
+            raise RuntimeError("call engine.backward(loss) instead of loss.backward(): the gradient would miss the "
+                               "loss scale, the average over ranks and the flush of unused parameters")
+        if param.grad.is_sparse:
+            raise RuntimeError(f"sparse gradients are not supported: {self.names[index]}; use sparse=False")
+        bucket = self.buckets[self._bucket_of[index]]
+        if self._arrived[index]:  # reentrant checkpointing: one backward per use of the weight
+            if bucket.work is not None:
+                raise RuntimeError(f"the gradient of {self.names[index]} arrived again after its bucket was sent, as with "
+                                   "reentrant activation checkpointing; use torch.utils.checkpoint(..., use_reentrant=False)")
+            return
+        self._arrived[index] = True
+        self.optimizer.present[index] = 1
+        self._order.append(index)
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._fill(bucket)
+            while self._sync and self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
+                self._launch(self.buckets[self._launched])
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Copy the gradients that autograd allocated into the bucket, all in one call, and let `.grad` be the views:
+        further micro-batches are added in place and the memory is there once. Zeros where no gradient came."""
+        new_views, new_grads, absent = [], [], []
+        for i, view in zip(bucket.indices, bucket.views):
+            grad = self.params[i].grad
+            if grad is view:
+                continue
+            if grad is None:
+                absent.append(view)
+                self.optimizer.present[i] = 0
+            else:
+                new_views.append(view)
+                new_grads.append(grad)
+            self.params[i].grad = view
+        if new_views:
+            torch._foreach_copy_(new_views, new_grads)
+        if absent:
+            torch._foreach_zero_(absent)
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Issue the next bucket's all-reduce. Always in the buckets' order, whatever the order of the gradients."""
+        # before: rank r holds flat_r (numel,), its own gradients times share and scale.  after: all hold sum_r flat_r.
+        # sends: 2(N-1)/N * numel * 4 bytes in fp32. NCCL works on its own stream, gloo in its own thread: until `_end_backward`
+        # waits, autograd computes the earlier layers.
+        bucket.work = self._all_reduce(bucket.flat, async_op=True)
+        self._launched += 1
+
+    def _end_backward(self) -> None:
+        """Send the buckets that are not under way (a gradient of theirs never came), then wait for all of them: under NCCL
+        the stream waits, under gloo this thread."""
+        self._in_backward = False
+        for bucket in self.buckets[self._launched:]:
+            self._fill(bucket)
+            self._launch(bucket)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self._reduced = True
+        if self._arrival is None:
+            self._arrival = self._order
+
+    def _reduce_what_is_left(self) -> None:
+        """Every backward since the last step was inside no_sync (or there was none): reduce now."""
+        if not self._reduced:
+            self._launched = 0
+            self._order = []
+            self._end_backward()
+
+    # ---- 3. step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One optimizer step: what is left to reduce, norm, overflow check, clip, Adam, running statistics."""
+        self.optimizer.step()  # through the optimizer, so that schedulers see the call; it calls `_step`
+
+    def _step(self) -> None:
+        self._reduce_what_is_left()
+        adam = self.optimizer
+        adam.upload()
+        # before: rank r knows which parameters received a gradient on r.  after: on how many ranks, for each parameter.
+        # sends: 2(N-1)/N * 8 bytes per parameter tensor; meanwhile the squares are summed. The gradients themselves
+        # are equal on all ranks by now, and so are their norm and an inf in them.
+        presence_work = self._all_reduce(adam.inputs[adam.n_hyper + 1:], async_op=True)
+        # before: BatchNorm's running means and variances of rank r's samples.  after: their sum, then the mean.
+        # sends: 2(N-1)/N * 4 bytes per element; needed by nobody before the next forward.
+        statistics_works = [self._all_reduce(flat, async_op=True) for flat in self._statistics]
+        adam.square_sum()
+        if presence_work is not None:
+            presence_work.wait()
+        adam.update()
+        for flat, work in zip(self._statistics, statistics_works):
+            if work is not None:
+                work.wait()
+                flat.div_(self.world_size)
+        if not self._rebuilt and self._arrival is not None:
+            self._rebuild_buckets()
+        self.zero_grad()
+        self.traffic, self._sent = self._sent, {}
+        self.scaler.raise_if_stuck()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard what has accumulated since the last step. `step` does so itself; calling it again is harmless."""
+        for p in self.params:
+            p.grad = None
+        self.optimizer.present[:] = bytes(len(self.params))
+        self._reduced = False
+
+    def _rebuild_buckets(self) -> None:
+        """Once, after the first step: buckets in the order in which gradients really arrived, on rank 0, since every rank
+        must use the same one. Parameters that had no gradient come last, where they hold nobody up. Nothing is lost:
+        the step has just consumed what the old buckets held."""
+        seen = set(self._arrival)
+        order = self._arrival + [i for i in reversed(range(len(self.params))) if i not in seen]
+        # before: each rank has its own order.  after: all have rank 0's.  sends: 8 bytes per parameter tensor, once; the
+        # host waits here, in this one step.
+        order = self._broadcast(torch.tensor(order, device=self.device)).tolist()
+        for p in self.params:
+            p.grad = None
+        for fragment in self.fragments:
+            fragment.grad = None
+        self.buckets = []  # the old memory is free before the new is taken
+        self._lay_out_buckets(order)
+        self._rebuilt = True
+
+    # ---- what users read ---------------------------------------------------------------------------------------------
+
+    grad_norm = property(lambda self: self.scaler.state[GRAD_NORM].clone(), doc="true global L2 norm before clipping")
+    scale = property(lambda self: self.scaler.state[SCALE].clone(), doc="loss scale, a device tensor")
+    skipped = property(lambda self: self.scaler.state[SKIPPED] > 0, doc="was the last step skipped for an overflow?")
+    skipped_steps = property(lambda self: self.scaler.state[SKIPPED_STEPS].long(), doc="how many were")
+
+    def train(self, mode: bool = True) -> "DDP":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "DDP":
+        return self.train(False)
+
+    def named_parameters(self):
+        return self.module.named_parameters()
+
+    def full_grad(self, name: str) -> Tensor:
+        """The averaged, unscaled, unclipped gradient of one parameter, whole, on the CPU, fp32 (float64 for float64);
+        zeros where no rank had one. A collective, between the last backward and `step`."""
+        if name not in self.names:
+            raise ValueError(f"{name!r} is not a trained parameter; trained are {', '.join(self.names[:8])}, ...")
+        self._reduce_what_is_left()
+        grad = self.fragments[self.names.index(name)].grad
+        dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        return grad.to("cpu", dtype, copy=True) / self.scaler.state[SCALE].item()
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of live storages on this rank, by kind and device: parameters, gradients, optimizer, buffers."""
+        held = {
+            "parameters": [*self.module.parameters()],
+            "gradients": [b.flat for b in self.buckets] + [p.grad for p in self.module.parameters() if p.grad is not None],
+            "optimizer": [t for f in self.fragments for t in (f.exp_avg, f.exp_avg_sq)],
+            "buffers": [*self.module.buffers()],
+        }
+        return {kind: storage_bytes(tensors) for kind, tensors in held.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The plain model's state dict, as copies on the CPU of rank 0; an empty dict on the others."""
+        if self.rank != 0:
+            return {}
+        return {k: v.detach().to("cpu", copy=True) for k, v in self.module.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load rank 0's full state dict (what other ranks pass is ignored) on every rank; a collective. Raises ValueError
+        on all ranks, before anything changes, for missing or unexpected names and for other shapes."""
+        error = [None]
+        if self.rank == 0:
+            own = self.module.state_dict()
+            missing, extra = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+            shapes = [f"{k} {tuple(state_dict[k].shape)} instead of {tuple(v.shape)}" for k, v in own.items()
+                      if k in state_dict and state_dict[k].shape != v.shape]
+            if missing or extra or shapes:
+                error = [f"state dict does not fit: missing {missing}, unexpected {extra}, other shapes {shapes}"]
+        if self.world_size > 1:
+            dist.broadcast_object_list(error, group=self.group, group_src=0, device=self.device)
+        if error[0]:
+            raise ValueError(error[0])
+        if self.rank == 0:
+            self.module.load_state_dict(state_dict)
+        for t in (*self.module.parameters(), *self.module.buffers()):  # weights are their own masters here
+            self._broadcast(t.data)
+
+    def save(self, directory: str) -> None:
+        raise NotImplementedError("DDP.save: checkpoints are not in ddp.py yet; state_dict() has the weights")
+
+    def load(self, directory: str) -> None:
+        raise NotImplementedError("DDP.load: checkpoints are not in ddp.py yet; load_state_dict() loads weights")
+
+    def capture(self, batch, micro_batches: int = 1, loss_fn=None):
+        raise NotImplementedError("DDP.capture: CUDA graphs are not in ddp.py yet")
+
+    # ---- the two collectives, and their bytes ------------------------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, async_op: bool = False) -> dist.Work | None:
+        """All-reduce in place and count what a ring sends; None without `async_op`, on one rank, or for no elements."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return None
+        sent = 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
+        self._sent["all_reduce"] = self._sent.get("all_reduce", 0) + sent
+        return dist.all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor`, any strides, with that of the group's first rank."""
+        if self.world_size > 1 and tensor.numel():
+            sent = tensor if tensor.is_contiguous() else tensor.contiguous()
+            dist.broadcast(sent, group=self.group, group_src=0)
+            tensor.copy_(sent)
+        return tensor
+
+
+# ---- shared blocks: the same text in every strategy file -------------------------------------------------------------
+
+
+# >>> shared block: batch
+def batch_size(batch) -> int:
+    """Samples in a batch: dim 0 of every tensor in it. 0 for None. Raises ValueError where the tensors disagree."""
+    def sizes(x):
+        items = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+        return {len(x)} if isinstance(x, Tensor) and x.ndim else set().union(*map(sizes, items))
+    found = sizes(batch)
+    if len(found) > 1:
+        raise ValueError(f"the tensors of a batch must agree in dim 0, found {sorted(found)}")
+    return found.pop() if found else 0
+
+
+def split_batch(batch, micro_batches: int) -> list:
+    """Cut along dim 0 into pieces whose sizes differ by one at most; with fewer samples than pieces, fewer pieces."""
+    def cut(x, lo, hi):
+        if isinstance(x, Tensor):
+            return x[lo:hi] if x.ndim else x
+        if isinstance(x, Mapping):
+            return {k: cut(v, lo, hi) for k, v in x.items()}
+        return type(x)(cut(v, lo, hi) for v in x) if isinstance(x, (tuple, list)) else x
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
+    n = batch_size(batch)
+    ends = [n * k // micro_batches for k in range(micro_batches + 1)]
+    return [cut(batch, lo, hi) for lo, hi in zip(ends, ends[1:]) if hi > lo]
+
+
+def default_weight(model: nn.Module, micro_batch, loss_fn=None) -> Tensor | int:
+    """What a micro-batch counts in the mean: its samples. Where the model computes the mean over tokens itself (integer
+    `labels` of two dims, no loss_fn), the labels that are not -100, less each row's first for a causal model."""
+    labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) and loss_fn is None else None
+    if labels is None or labels.is_floating_point() or labels.ndim < 2:
+        return batch_size(micro_batch)
+    causal = type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return ((labels[..., 1:] if causal else labels) != -100).sum()
+
+
+def model_loss(model: nn.Module, micro_batch, loss_fn=None) -> Tensor:
+    """Forward; a scalar. Raises ValueError where neither loss_fn nor the model's output gives one."""
+    x = micro_batch[0] if isinstance(micro_batch, (tuple, list)) else micro_batch
+    output = model(**x) if isinstance(x, Mapping) else model(x)
+    if loss_fn is not None:
+        loss = loss_fn(output, micro_batch)
+    else:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"no scalar loss in the output of {type(model).__name__}: pass loss_fn(output, micro_batch), or labels")
+    return loss
+# <<< shared block: batch
+
+
+# >>> shared block: fragments
+@dataclasses.dataclass
+class Fragment:
+    """What this rank's optimizer owns of one parameter.
+
+    `boxes` are blocks of the full parameter, one slice per dim; joined along one dim they are this rank's local tensor:
+    a single box, the whole parameter, except under tensor parallelism (three boxes for a fused QKV slice). The
+    fragment is the range [start, end) of the flattened (row-major) local tensor, and its tensors, all of one memory
+    layout, hold that range: the master that Adam updates, its gradient, both moments, and the half-precision copy that
+    the update refreshes. Optimizer and checkpoint see nothing else of a strategy's way of sharding.
+    """
+
+    name: str
+    index: int  # of the parameter among the trained ones, in the model's order; the same on every rank
+    shape: tuple[int, ...]  # of the full parameter
+    boxes: tuple[tuple[slice, ...], ...]
+    start: int
+    end: int
+    master: Tensor
+    grad: Tensor | None = None
+    half: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+
+
+def storage_bytes(tensors) -> dict[str, int]:
+    """Bytes of the storages behind these tensors by device, each counted once however many views it has."""
+    storages = {}
+    for t in tensors:
+        if t is not None:
+            storages[t.device, t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    total: dict[str, int] = {}
+    for (device, _), n_bytes in storages.items():
+        total[str(device)] = total.get(str(device), 0) + n_bytes
+    return total
+# <<< shared block: fragments
+
+
+# >>> shared block: loss scale
+SCALE, GOOD_STEPS, SKIPPED, SKIPPED_STEPS, SKIPPED_IN_A_ROW, GRAD_NORM, FACTOR = range(7)  # places in LossScale.state
+MAX_SKIPS = 40  # in a row; 2^-40 times the first scale is far below the floor, so more of them will not help
+
+
+class LossScale:
+    """Dynamic loss scale (arXiv:1710.03740, §3.2) and what the last step found, in one device tensor that the host never
+    waits for. `state`, float64 (8,): the scale; finite steps since it changed; was the last step skipped; how many
+    were, in total and in a row; the last gradient norm; factor = clip / scale, by which Adam multiplies gradients.
+
+    fp16 loses gradients below 6e-8, so the loss is multiplied by the scale. A step whose gradients are not finite is
+    skipped and halves it, `interval` finite ones double it, within [floor, ceiling]. Not dynamic: it stays as it is.
+    """
+
+    def __init__(self, device, initial, dynamic, interval=2000, floor=1.0, ceiling=2.0**24, growth=2.0, backoff=0.5):
+        self.growth, self.backoff, self.floor, self.ceiling = growth, backoff, floor, ceiling
+        self.interval = interval if dynamic else 0
+        self.state = torch.zeros(8, dtype=torch.float64, device=device)
+        self.state[SCALE] = initial
+        self.seen = torch.zeros(8, dtype=torch.float64, pin_memory=device.type == "cuda")
+
+    def update(self, skip: Tensor) -> None:
+        """After a step: the rule above, as adam_prepare in adam_cuda.cu has it."""
+        scale, good, _, total, row = self.state[:5]
+        if self.interval:
+            grow = ~skip & (good + 1 >= self.interval)
+            grown = torch.where(grow, (scale * self.growth).clamp(max=self.ceiling), scale)
+            scale, good = torch.where(skip, (scale * self.backoff).clamp(min=self.floor), grown), (good + 1) * ~(skip | grow)
+        self.state[:5] = torch.stack([scale, good, skip.double(), total + skip, (row + 1) * skip])
+
+    def raise_if_stuck(self) -> None:
+        """RuntimeError after 40 skips in a row. On a GPU the copy is not waited for, so it comes a few steps late."""
+        self.seen.copy_(self.state, non_blocking=True)
+        if self.seen[SKIPPED_IN_A_ROW] >= MAX_SKIPS:
+            raise RuntimeError(f"{int(self.seen[SKIPPED_IN_A_ROW])} steps in a row skipped, {int(self.seen[SKIPPED_STEPS])} in all: the "
+                               f"gradients are not finite even at loss scale {self.seen[SCALE]:g} (floor {self.floor:g})")
+# <<< shared block: loss scale
+
+
+# >>> shared block: adam
+class Adam(torch.optim.Optimizer):
+    """Adam (arXiv:1412.6980, Algorithm 1) and AdamW (arXiv:1711.05101, Algorithm 2) over the fragments of this rank.
+
+    Schedulers see a torch optimizer with the user's groups and Parameters; `step` and `zero_grad` are the engine's, which
+    calls, once per step, `upload`, then `square_sum`, sums over the ranks what they do not share, then `update`.
+    fp32 masters on a GPU go through adam_cuda.cu, all in one launch; everything else through torch's fused Adam.
+    `inputs`, float64 on the device: six hyperparameters per group | sum of squares | per parameter: had it a gradient?
+    """
+
+    def __init__(self, engine, params, defaults: dict, max_norm: float, scaler: LossScale):
+        names = {p: name for name, p in engine.module.named_parameters()}
+        self.engine, self.max_norm, self.scaler, self._built = engine, max_norm, scaler, False
+        super().__init__(list(names) if params is None else params, defaults)
+        group_of = {p: k for k, group in enumerate(self.param_groups) for p in group["params"]}
+        strays = [tuple(p.shape) for p in group_of if p not in names]
+        if strays:
+            raise ValueError(f"param groups hold tensors that are not the model's parameters, of shapes {strays[:5]}")
+        self.params = [p for p in names if p.requires_grad and p in group_of]
+        self.names = [names[p] for p in self.params]
+        self.present = bytearray(len(self.params))  # hooks write 1 for a parameter that received a gradient
+        self.n_hyper, device = 6 * len(self.param_groups), scaler.state.device
+        self.group_of = torch.tensor([group_of[p] for p in self.params], dtype=torch.int64, device=device)
+        self.inputs = torch.zeros(self.n_hyper + 1 + len(self.params), dtype=torch.float64, device=device)
+        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=device)  # updates each parameter has had
+        self.cuda = adam_library(device)
+        if self.cuda:
+            self.constants = torch.zeros(len(self.params), 8, device=device)  # bias corrections and the like
+            self.ring = [(torch.zeros(self.inputs.shape, dtype=torch.float64).pin_memory(), torch.cuda.Event()) for _ in range(4)]
+        self.uploads, self._built = 0, True
+
+    def add_param_group(self, group) -> None:
+        if getattr(self, "_built", False):
+            raise RuntimeError("param groups are fixed when the engine is built: build a new engine for another set")
+        super().add_param_group(group)
+
+    def step(self, closure=None):
+        if closure is not None:
+            raise ValueError("closures are not supported: a step's gradients come from the engine's backward")
+        self.engine._step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.engine.zero_grad()
+
+    def state_dict(self, *_):
+        raise NotImplementedError("the moments are kept by fragment, not by group: use engine.save(dir) and engine.load(dir)")
+
+    load_state_dict = state_dict
+
+    def own(self, fragments: list[Fragment]) -> None:
+        """Take over fragments, or take note that tensors of theirs moved. New ones get moments of zero."""
+        def flat(t):  # in memory order, whatever the strides
+            return None if t is None else t.as_strided((t.numel(),), (1,))
+        rows, self.calls = [], {}
+        for f in fragments:
+            if f.exp_avg is None:
+                f.exp_avg, f.exp_avg_sq = torch.zeros_like(f.master), torch.zeros_like(f.master)
+            if self.cuda and f.master.is_cuda and f.master.dtype == torch.float32:
+                rows.append(f)
+            elif f.master.numel():
+                self.calls.setdefault((int(self.group_of[f.index]), f.master.dtype, f.grad.dtype), []).append(
+                    (f.index, *map(flat, (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half))))
+        # Squares are summed in fp32 over 65,536 elements and in float64 above that: over 5e6 in fp32, 3e-4 is lost.
+        self.pieces = {key: [c for row in call for c in row[2].split(65536)] for key, call in self.calls.items()}
+        if self.cuda:
+            code = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+            address = [[0 if t is None else t.data_ptr() for t in (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half)]
+                       + [f.master.numel(), f.index, code[f.grad.dtype] + 4 * code[f.half if f.half is None else f.half.dtype]]
+                       for f in rows]
+            chunks = [(r, c) for r, f in enumerate(rows) for c in range(-(-f.master.numel() // self.cuda.adam_chunk_numel()))]
+            self.table = torch.tensor(address, dtype=torch.int64).to(self.inputs.device)
+            self.chunks = torch.tensor(chunks, dtype=torch.int32).to(self.inputs.device)
+            self.sums = torch.zeros(len(chunks), dtype=torch.float64, device=self.inputs.device)
+        self.fragments = fragments  # keeps alive what the table points at
+
+    def upload(self) -> None:
+        """Send this step's hyperparameters and presence to the device, without waiting. A pinned slot is used again only
+        when the copy from it, four steps ago, is over."""
+        slot, event = self.ring[self.uploads % 4] if self.cuda else (self.inputs.cpu(), None)
+        if self.cuda:
+            event.synchronize()
+        rows = [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["adamw"]) for g in self.param_groups]
+        slot[: self.n_hyper] = torch.tensor(rows, dtype=torch.float64).reshape(-1)
+        slot[self.n_hyper] = 0.0
+        if self.params:
+            slot[self.n_hyper + 1 :] = torch.frombuffer(self.present, dtype=torch.uint8)
+        self.inputs.copy_(slot, non_blocking=True)
+        if self.cuda:
+            event.record()
+        self.uploads += 1
+
+    def square_sum(self) -> None:
+        """inputs[n_hyper] = sum of squares of this rank's gradients as they stand, still times the loss scale."""
+        if self.cuda:
+            self._call("adam_square_sums", self.table, self.chunks, len(self.chunks), self.sums)
+            self._call("adam_total", self.sums, len(self.sums), self.inputs[self.n_hyper :])
+        for (_, dtype, _), pieces in self.pieces.items():
+            norms = torch._foreach_norm(pieces, 2, torch.promote_types(dtype, torch.float32))
+            self.inputs[self.n_hyper] += torch.stack(norms).double().square().sum()
+
+    def update(self) -> None:
+        """Norm, overflow flag, clip factor, loss scale and step counts, then Adam: left alone are parameters without a
+        gradient on any rank, and everything if the sum of squares is not finite."""
+        s, total, present = self.scaler, self.inputs[self.n_hyper], self.inputs[self.n_hyper + 1 :]
+        if self.cuda:
+            self._call("adam_prepare", self.inputs[self.n_hyper :], self.inputs, self.group_of, present, len(self.params),
+                       self.steps, self.constants, s.state, float(self.max_norm), float(s.growth), float(s.backoff),
+                       float(s.interval), float(s.floor), float(s.ceiling))
+            self._call("adam_update", self.table, self.chunks, len(self.chunks), self.constants, s.state)
+        else:
+            norm = total.sqrt() / s.state[SCALE]
+            clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_norm > 0 else torch.ones_like(norm)
+            s.state[GRAD_NORM], s.state[FACTOR] = norm, clip / s.state[SCALE]
+            s.update(~total.isfinite())
+            self.steps += (present > 0) & total.isfinite()
+        if self.calls and not s.state[SKIPPED]:  # torch's Adam takes lists from the host: on a GPU it waits here
+            factor, alive = float(s.state[FACTOR]), (present > 0).tolist()
+            for (k, dtype, _), call in self.calls.items():
+                self._torch_adam(self.param_groups[k], [row for row in call if alive[row[0]]], dtype, factor)
+
+    def _torch_adam(self, group, rows, dtype, factor) -> None:
+        if rows:
+            index, master, grad, exp_avg, exp_avg_sq, half = map(list, zip(*rows))
+            grad = [g.to(dtype) for g in grad]
+            if factor != 1.0:
+                torch._foreach_mul_(grad, factor)
+            fused = torch._fused_adamw_ if group["adamw"] else torch._fused_adam_
+            fused(master, grad, exp_avg, exp_avg_sq, [], [self.steps[i] for i in index], lr=float(group["lr"]), beta1=group["betas"][0],
+                  beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False)
+            if half[0] is not None:
+                torch._foreach_copy_(half, master)
+
+    def _call(self, function: str, *args) -> None:
+        """One launch on the current stream. Tensors pass as addresses; an error is raised with CUDA's own text."""
+        c = {Tensor: lambda t: ctypes.c_void_p(t.data_ptr()), int: ctypes.c_int64, float: ctypes.c_double}
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self.inputs.device).cuda_stream)
+        code = getattr(self.cuda, function)(*(c[type(a)](a) for a in args), stream)
+        if code:
+            raise RuntimeError(f"{function}: {self.cuda.adam_error(code).decode()}")
+
+
+@functools.cache
+def adam_library(device: torch.device):
+    """adam_cuda.cu, beside this file, built for this GPU and loaded; False, said once, where that cannot be.
+
+    Only C functions and no torch headers: seconds to build, not a minute. The lock is the kernel's and ends with its
+    holder: one process builds, the others wait, and torch's own lock file, left by a build that was killed, is removed.
+    """
+    source = os.path.join(os.path.dirname(os.path.abspath(__file__)), "adam_cuda.cu")
+    try:
+        if device.type != "cuda":
+            raise OSError("no GPU")
+        from torch.utils import cpp_extension
+        arch = "%d%d" % torch.cuda.get_device_capability(device)
+        with open(source, "rb") as f:
+            key = hashlib.sha256(f.read() + arch.encode() + torch.__version__.encode()).hexdigest()[:12]
+        root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+        folder = os.path.join(root, f"adam_cuda_{key}")
+        os.makedirs(folder, exist_ok=True)
+        os.environ["PATH"] += os.pathsep + os.path.dirname(sys.executable)  # where pip puts ninja
+        with open(os.path.join(folder, "builder"), "w") as builder:
+            fcntl.flock(builder, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(folder, "lock"))
+            cpp_extension.load("adam_cuda", [source], build_directory=folder, is_python_module=False,
+                               extra_cuda_cflags=["-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}"])
+        library = ctypes.CDLL(os.path.join(folder, "adam_cuda.so"))
+    except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"adam: torch's fused Adam instead of adam_cuda.cu: {error}", file=sys.stderr)
+        return False
+    library.adam_error.restype, library.adam_chunk_numel.restype = ctypes.c_char_p, ctypes.c_int64
+    return library
+# <<< shared block: adam
+
+
+# >>> shared block: launch
+@contextlib.contextmanager
+def distributed(timeout_s: float = 600.0):
+    """Join the ranks that torchrun started (none: this process is the only one) and yield this rank's device.
+
+    NCCL where there are GPUs, gloo elsewhere. More local ranks than GPUs share them: through NCCL from 2.30 on,
+    through gloo below. A collective that waits longer than `timeout_s` raises. The group is destroyed at a normal exit.
+    """
+    # 2.14 renames them to all_gather_single and reduce_scatter_single; 2.11 knows only these names.
+    warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_gpus = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % n_gpus) if n_gpus else torch.device("cpu")
+    backend = "nccl" if n_gpus else "gloo"
+    if n_gpus:
+        torch.cuda.set_device(device)
+    if local_size > n_gpus > 0:
+        version = ctypes.c_int()  # of the library that is loaded; torch.cuda.nccl.version() is the one torch was built with
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+        backend = "nccl" if version.value >= 23000 else "gloo"
+        os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
+        if local_rank == 0:
+            print(f"{local_size} ranks share {n_gpus} GPU(s) through {backend} (NCCL {version.value})", file=sys.stderr)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **alone)
+    yield device
+    dist.destroy_process_group()
+
+
+def start_two_cpu_ranks() -> None:
+    """`python file.py`: this process becomes `torchrun --nproc_per_node 2 file.py` without GPUs."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    os.execve(sys.executable, torchrun + sys.argv, env)
+# <<< shared block: launch
+
+
+# ---- demonstration: python ddp.py ------------------------------------------------------------------------------------
+
+
+def demonstration(device: torch.device) -> None:
+    """Train a small transformer for three steps in float64 beside one process that sees the whole batch, then once in
+    fp32, and print what is held and sent beside the formulas of the docstring."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+
+    def build(dtype):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        model = nn.Sequential(nn.Embedding(1000, 128), nn.TransformerEncoder(layer, 4), nn.Flatten(), nn.Linear(16 * 128, 10))
+        return model.to(device, dtype)
+
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(1000, (4 * n, 16)).to(device), torch.randint(10, (4 * n,)).to(device)
+    mine = slice(4 * rank, 4 * rank + 4)
+    def loss_fn(logits, batch):
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    model, plain = build(torch.float64), build(torch.float64)
+    engine = DDP(model, lr=1e-3, eps=1e-3, weight_decay=0.01, max_norm=1.0)
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.01)
+    grad_gap = 0.0
+    for _ in range(3):
+        loss = engine.forward_backward((tokens[mine], labels[mine]), micro_batches=2, loss_fn=loss_fn)
+        adam.zero_grad()
+        plain_loss = loss_fn(plain(tokens), (tokens, labels))
+        plain_loss.backward()
+        for name, p in plain.named_parameters():
+            grad_gap = max(grad_gap, (engine.full_grad(name) - p.grad.cpu()).abs().max().item())
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adam.step()
+        engine.step()
+    gap = max((p - q).abs().max().item() for p, q in zip(model.parameters(), plain.parameters()))
+
+    engine = DDP(build(torch.float32), lr=1e-3)
+    numel = sum(p.numel() for p in engine.module.parameters())
+    for _ in range(2):
+        dist.barrier()
+        before = loopback_bytes()
+        engine.forward_backward((tokens[mine], labels[mine]), loss_fn=loss_fn)
+        held = engine.memory()
+        engine.step()
+        dist.barrier()
+        wire = (loopback_bytes() - before) / n
+    if rank != 0:
+        return
+    print(f"\n{n} ranks on {device.type}, {numel:,} parameters, last loss {loss.item():.4f} (one process {plain_loss.item():.4f})")
+    print(f"largest distance from one process, float64, 3 steps: gradients {grad_gap:.1e}, parameters {gap:.1e}\n")
+    print(f"{'bytes per parameter on rank 0':42}{'formula':>10}{'measured':>10}")
+    for kind, formula in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
+        print(f"{kind:42}{formula:10.2f}{sum(held[kind].values()) / numel:10.2f}")
+    formula = 2 * (n - 1) / n * 4
+    print(f"{'all-reduce per step, counted by the engine':42}{formula:10.2f}{engine.traffic.get('all_reduce', 0) / numel:10.2f}")
+    if device.type == "cpu" and sys.platform == "linux":
+        print(f"{'sent per step, seen by the loopback device':42}{formula:10.2f}{wire / numel:10.2f}")
+
+
+def loopback_bytes() -> int:
+    """Bytes the loopback device has sent so far (Linux); 0 where that cannot be read."""
+    with contextlib.suppress(OSError), open("/proc/net/dev") as f:
+        return sum(int(line.split()[9]) for line in f if line.strip().startswith("lo:"))
+    return 0
+
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        start_two_cpu_ranks()
+    with distributed() as rank_device:
+        demonstration(rank_device)
