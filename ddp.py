@@ -57,17 +57,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ALIGN = 8  # elements: each parameter starts on 32 bytes in fp32 and 16 in half precision, as 16-byte loads want
+COPY_NUMEL = 2**15  # gradients from here on are copied into their bucket at once, smaller ones when it is complete
 HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass
 class Bucket:
-    """Gradients that travel together. `flat` (numel,) holds them one after the other, `views[k]` is the part that has
-    the shape and the strides of parameter `indices[k]`; padding between them stays zero."""
+    """Gradients that travel together. `flat` (numel,) holds them one after the other, `views[i]` is the part of parameter
+    i, with its shape and strides; padding between them stays zero."""
 
-    indices: list[int]
     flat: Tensor
-    views: list[Tensor]
+    views: dict[int, Tensor]
     missing: int = 0  # gradients of this backward that have not arrived yet
     work: dist.Work | None = None  # the all-reduce in flight
 
@@ -130,11 +130,14 @@ class DDP:
         self._sync = True  # False inside no_sync
         self._in_backward = False
         self._reduced = False  # the buckets hold sums over ranks already
-        self._arrival: list[int] | None = None  # parameters in the order of their gradients in the first reduced backward
+        self._order: list[int] = []  # parameters of the last backward in the order of their gradients
+        self._arrival: list[int] = []  # the same of the first reduced backward, until the buckets are rebuilt by it
         self._rebuilt = False
         self._arrived = [False] * len(self.params)  # in this backward
+        self._launched = 0  # buckets of this backward whose all-reduce has been issued
         for i, p in enumerate(self.params):
             p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
+        self._sent = {}  # what construction sent is no step's
 
     # ---- 0. before training: who holds what --------------------------------------------------------------------------
 
@@ -163,11 +166,11 @@ class DDP:
                 numel += -(-self.params[i].numel() // ALIGN) * ALIGN
                 self._bucket_of[i] = len(self.buckets)
             flat = torch.zeros(numel, dtype=self.params[indices[0]].dtype, device=self.device)
-            views = [flat.as_strided(self.params[i].shape, self.params[i].stride(), start)
-                     for i, start in zip(indices, starts)]
-            for i, view in zip(indices, views):
+            views = {i: flat.as_strided(self.params[i].shape, self.params[i].stride(), start)
+                     for i, start in zip(indices, starts)}
+            for i, view in views.items():
                 self.fragments[i].grad = view
-            self.buckets.append(Bucket(indices, flat, views))
+            self.buckets.append(Bucket(flat, views))
         self.optimizer.own(self.fragments)
 
     def _lay_out_running_statistics(self) -> None:
@@ -216,7 +219,7 @@ class DDP:
         """
         pieces = split_batch(batch, micro_batches)
         weigh = weight or (lambda piece: default_weight(self.module, piece, loss_fn))
-        counts = [torch.as_tensor(weigh(piece), dtype=torch.float64, device=self.device) for piece in pieces]
+        counts = [torch.zeros((), dtype=torch.float64, device=self.device) + weigh(piece) for piece in pieces]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=self.device)
         # before: each rank knows the weight of its own pieces.  after: every rank the sum over all of them.
         # sends: 8 bytes (ring: 2(N-1)/N of them); needed only when backward starts, so it overlaps with the first forward.
@@ -238,7 +241,7 @@ class DDP:
             self._end_backward()
         # before: each rank has the weighted losses of its own pieces.  after: all have the sum.  sends: 8 bytes.
         self._all_reduce(loss_sum)
-        return loss_sum.to(loss.dtype if pieces else torch.float32)
+        return loss_sum if self.params and self.params[0].dtype == torch.float64 else loss_sum.float()
 
     # ---- 2. backward, and the reduction inside it --------------------------------------------------------------------
 
@@ -262,6 +265,8 @@ class DDP:
         """Autograd starts from `scale * share` instead of 1. The share, 1/N or micro-batch over total weight, is divided
         out here, before the sum, and not after it: no pass over the buckets, and the sum of N fp16-scaled gradients
         is no larger than one of them."""
+        if loss.numel() != 1:
+            raise ValueError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}")
         self._begin_backward()
         try:
             loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
@@ -277,17 +282,19 @@ class DDP:
     def _begin_backward(self) -> None:
         for name, p in self._frozen:
             if p.requires_grad:
-                raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket; unfreeze it before")
+                raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket: unfreeze it before")
+        for p, f in zip(self.params, self.fragments):
+            if p.data_ptr() != f.master.data_ptr():
+                raise RuntimeError(f"{f.name} has moved since the engine was built, as by module.to(): move the model before")
         if self._reduced:  # a second backward before step: keep one copy of the sum, or the next one would count it N times
             if self.rank != 0:
                 for bucket in self.buckets:
                     bucket.flat.zero_()
             self._reduced = False
         for bucket in self.buckets:
-            bucket.missing = len(bucket.indices)
+            bucket.missing = len(bucket.views)
         self._arrived = [False] * len(self.params)
-        self._launched = 0  # buckets of this backward whose all-reduce has been issued
-        self._order: list[int] = []
+        self._launched, self._order = 0, []
         self._in_backward = True
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
@@ -307,17 +314,19 @@ class DDP:
         self.optimizer.present[index] = 1
         self._order.append(index)
         bucket.missing -= 1
+        if param.numel() >= COPY_NUMEL:
+            self._fill(bucket, [index])
         if bucket.missing == 0:
-            self._fill(bucket)
+            self._fill(bucket, bucket.views)
             while self._sync and self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
                 self._launch(self.buckets[self._launched])
 
-    def _fill(self, bucket: Bucket) -> None:
-        """Copy the gradients that autograd allocated into the bucket, all in one call, and let `.grad` be the views:
-        further micro-batches are added in place and the memory is there once. Zeros where no gradient came."""
+    def _fill(self, bucket: Bucket, indices) -> None:
+        """Copy gradients that autograd allocated into the bucket, in one call, and let `.grad` be the views: further
+        micro-batches are added in place, and the memory is there once. Zeros where no gradient came."""
         new_views, new_grads, absent = [], [], []
-        for i, view in zip(bucket.indices, bucket.views):
-            grad = self.params[i].grad
+        for i in indices:
+            view, grad = bucket.views[i], self.params[i].grad
             if grad is view:
                 continue
             if grad is None:
@@ -345,21 +354,19 @@ class DDP:
         the stream waits, under gloo this thread."""
         self._in_backward = False
         for bucket in self.buckets[self._launched:]:
-            self._fill(bucket)
+            self._fill(bucket, bucket.views)
             self._launch(bucket)
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
         self._reduced = True
-        if self._arrival is None:
-            self._arrival = self._order
+        self._arrival = self._arrival or self._order
 
     def _reduce_what_is_left(self) -> None:
         """Every backward since the last step was inside no_sync (or there was none): reduce now."""
         if not self._reduced:
-            self._launched = 0
-            self._order = []
+            self._launched, self._order = 0, []
             self._end_backward()
 
     # ---- 3. step -----------------------------------------------------------------------------------------------------
@@ -387,7 +394,7 @@ class DDP:
             if work is not None:
                 work.wait()
                 flat.div_(self.world_size)
-        if not self._rebuilt and self._arrival is not None:
+        if not self._rebuilt:
             self._rebuild_buckets()
         self.zero_grad()
         self.traffic, self._sent = self._sent, {}

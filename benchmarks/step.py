@@ -1,0 +1,145 @@
+"""Step times of our engines beside their peers: same model, same data, in turn in one run; ratios of medians.
+
+    torchrun --standalone --nproc_per_node 2 benchmarks/step.py                    # BERT and ResNet-18, ours beside torch DDP
+    torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --steps 40
+
+Every engine trains its own copy of the model. In each round every one of them takes `--block` steps, one after the other, so that a
+machine whose speed drifts slows all of them alike. Bytes are those of the loopback device during one step, per rank and
+parameter, less those of the barriers around it (Linux, CPU ranks). "again" is the peer a second time: how far its ratio is from 1
+says how much of the other ratios is noise. Prints one table and, with --json, appends one line per row to a file.
+"""
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from ddp import DDP, distributed, loopback_bytes  # noqa: E402
+
+
+def bert(rank, device):
+    """4 layers of width 256, 5.3 M parameters; 8 sequences of 64 tokens per rank."""
+    from transformers import BertConfig, BertForSequenceClassification
+    config = BertConfig(vocab_size=8192, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
+                        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    g = torch.Generator().manual_seed(rank)
+    batch = dict(input_ids=torch.randint(8192, (8, 64), generator=g), labels=torch.randint(2, (8,), generator=g))
+    return BertForSequenceClassification(config).to(device), {k: v.to(device) for k, v in batch.items()}, None
+
+
+def resnet18(rank, device):
+    """torchvision's ResNet-18 with 10 classes, 11.2 M parameters; 16 images of 32 x 32 per rank."""
+    from torchvision.models import resnet18
+    g = torch.Generator().manual_seed(rank)
+    batch = (torch.randn(16, 3, 32, 32, generator=g).to(device), torch.randint(10, (16,), generator=g).to(device))
+    return resnet18(num_classes=10).to(device), batch, lambda out, b: torch.nn.functional.cross_entropy(out, b[1])
+
+
+WORKS = {"bert": bert, "resnet18": resnet18}
+
+
+def ours(model, loss_fn, precision):
+    engine = DDP(model, lr=1e-4, weight_decay=0.01, precision=precision)
+
+    def step(batch):
+        loss = engine.forward_backward(batch, loss_fn=loss_fn)
+        engine.step()
+        return loss
+    return step
+
+
+def torch_ddp(model, loss_fn, precision):
+    """DistributedDataParallel with gradient_as_bucket_view and torch's fused AdamW: its fastest setting here."""
+    device = next(model.parameters()).device
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+
+    def step(batch):
+        with torch.autocast(device.type, half, enabled=half is not None):
+            output = wrapped(batch[0]) if loss_fn else wrapped(**batch)
+            loss = loss_fn(output, batch) if loss_fn else output.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+    return step
+
+
+ENGINES = {"torch DDP": torch_ddp, "ddp": ours, "torch DDP again": torch_ddp}
+
+
+def measure(work, precision, args, device):
+    """Rows {engine, ms, ratio, bytes, loss} of one model, equal on all ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model, batch, loss_fn = WORKS[work](rank, device)
+    numel = sum(p.numel() for p in model.parameters())
+    steps = {name: build(copy.deepcopy(model), loss_fn, precision) for name, build in ENGINES.items()}
+
+    def wait():
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+    times, sent, losses = {name: [] for name in steps}, {}, {}
+    for name, step in steps.items():
+        for _ in range(3):
+            step(batch)
+        wait()
+        before = loopback_bytes()
+        wait()
+        between = loopback_bytes()
+        step(batch)
+        wait()
+        sent[name] = (loopback_bytes() - between - (between - before)) / ranks / numel
+    names = list(steps)
+    for k in range(args.steps // args.block):
+        for name in names[k % len(names) :] + names[: k % len(names)]:  # nobody always comes first
+            for _ in range(args.block):
+                wait()
+                start = time.perf_counter()
+                losses[name] = steps[name](batch)
+                wait()
+                times[name].append((time.perf_counter() - start) * 1e3)
+    median = {name: statistics.median(t) for name, t in times.items()}
+    loss = {name: value.double().reshape(1).clone() for name, value in losses.items()}
+    for name, value in loss.items():
+        if name != "ddp":  # ours is the mean over all ranks already
+            dist.all_reduce(value)
+            value /= ranks
+    return [dict(work=work, precision=precision, ranks=ranks, engine=name, ms=median[name], best_ms=min(times[name]),
+                 ratio=median[name] / median["torch DDP"], bytes_per_param=sent[name], formula=2 * (ranks - 1) / ranks * 4,
+                 loss=loss[name].item()) for name in steps]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS), help="models (all)")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of every engine (fp32)")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per engine (30)")
+    parser.add_argument("--block", type=int, default=3, help="steps in a row per engine and round (3)")
+    parser.add_argument("--json", metavar="FILE", help="append the rows to this file, one JSON object a line (off)")
+    args = parser.parse_args()
+    with distributed() as device:
+        rows = [row for work in args.work for row in measure(work, args.precision, args, device)]
+        if dist.get_rank() == 0:
+            machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores ({platform.machine()})"
+            print(f"{dist.get_world_size()} ranks, {dist.get_backend()}, {machine}, torch {torch.__version__}")
+            print(f"{'model':10}{'precision':11}{'engine':18}{'median ms':>10}{'best ms':>9}{'ratio':>7}{'B/param':>9}{'formula':>9}{'loss':>9}")
+            for r in rows:
+                print(f"{r['work']:10}{r['precision']:11}{r['engine']:18}{r['ms']:10.1f}{r['best_ms']:9.1f}{r['ratio']:7.3f}"
+                      f"{r['bytes_per_param']:9.2f}{r['formula']:9.2f}{r['loss']:9.4f}")
+            if args.json:
+                with open(args.json, "a") as f:
+                    f.writelines(json.dumps({**r, "machine": machine, "torch": torch.__version__}) + "\n" for r in rows)
+
+
+if __name__ == "__main__":
+    main()

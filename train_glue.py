@@ -1,0 +1,677 @@
+"""Fine-tune a transformer on a GLUE task. The loop is the same for every strategy; `--mode` picks the file.
+
+    python train_glue.py                                                        # one process, mode ddp, MRPC
+    torchrun --standalone --nproc_per_node 2 train_glue.py --mode ddp           # two ranks; CPUs will do
+    torchrun --standalone --nproc_per_node 4 train_glue.py --mode ddp_fp16 --model google-bert/bert-base-uncased
+
+Who computes what, with N ranks and a global batch of B samples (--batch_size):
+
+    training    order of one epoch = a permutation from (seed, epoch), the same on every rank and for every N
+                global batch g     = order[g*B : (g+1)*B]         the last, incomplete one is dropped
+                rank r             = the r-th of N equal slices of it, so B must be a multiple of N
+    evaluation  units of 16 consecutive examples; rank r takes units r, r+N, r+2N, ...; the logits of all units go to
+                every rank. Each example counts once, and in the same unit whatever N is: metrics do not depend on N.
+
+One run, and the sections of this file:
+    1. arguments: everything that can be refused before ranks meet is refused there
+    2. data: the hub if it answers, a folder in its layout, or a built-in corpus of sentence pairs
+    3. tokens and batches
+    4. model: a pretrained one, or a small random BERT
+    5. evaluation and metrics
+    6. the run: engine, schedule, `forward_backward` and `step`, one JSON line at the end
+
+A bad argument ends every rank with exit status 2 (of which torchrun itself makes 1), a failure or a missed
+--target_f1 with 1. Not here: the original TSV files, and built-in corpora for tasks other than MRPC.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import math
+import os
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and a later fork do not mix, and it says so
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
+
+# transformers, datasets and tokenizers are imported where they are used: after `hub_answers` has decided whether they
+# may try the network, because they read HF_HUB_OFFLINE when they are imported.
+
+
+@dataclass
+class Task:
+    fields: tuple[str, ...]  # column names on the hub: one text, or a pair
+    labels: int  # 1: regression on a float label
+    metrics: tuple[str, ...]  # names in METRICS
+    validation: tuple[str, ...] = ("validation",)  # split names; the test splits have no labels (all -1)
+
+
+TASKS = {
+    "cola": Task(("sentence",), 2, ("matthews_correlation",)),
+    "sst2": Task(("sentence",), 2, ("accuracy",)),
+    "mrpc": Task(("sentence1", "sentence2"), 2, ("accuracy", "f1")),
+    "qqp": Task(("question1", "question2"), 2, ("accuracy", "f1")),
+    "stsb": Task(("sentence1", "sentence2"), 1, ("pearson", "spearmanr")),
+    "mnli": Task(("premise", "hypothesis"), 3, ("accuracy",), ("validation_matched", "validation_mismatched")),
+    "qnli": Task(("question", "sentence"), 2, ("accuracy",)),
+    "rte": Task(("sentence1", "sentence2"), 2, ("accuracy",)),
+    "wnli": Task(("sentence1", "sentence2"), 2, ("accuracy",)),
+}
+
+
+@dataclass
+class Mode:
+    file: str  # the strategy file beside this one, without .py; only the chosen one is imported
+    engine: str  # its class
+    precision: str = "bf16"  # unless --precision says otherwise
+    knobs: dict = field(default_factory=dict)  # arguments that make the mode what it is
+
+
+MODES = {
+    "ddp": Mode("ddp", "DDP", "fp32"),
+    "ddp_fp16": Mode("ddp", "DDP", "fp16"),
+    "zero1": Mode("zero", "Zero", knobs={"stage": 1}),
+    "zero2": Mode("zero", "Zero", knobs={"stage": 2}),
+    "low_level_zero": Mode("zero", "Zero", knobs={"stage": 1, "initial_scale": 32.0}),  # the scale is for fp16 only
+    "fsdp": Mode("fsdp", "FSDP"),
+    "gemini": Mode("gemini", "Gemini", knobs={"initial_scale": 32.0}),
+    "hybrid": Mode("hybrid", "Hybrid"),
+}
+ALIASES = {"torch_ddp": "ddp", "torch_ddp_fp16": "ddp_fp16", "torch_fsdp": "fsdp", "hybrid_parallel": "hybrid"}
+
+HUB_DATA, HUB_MODEL = "nyu-mll/glue", "google-bert/bert-base-uncased"
+LR, EPOCHS = 2.4e-5, 3  # for a pretrained model, per data-parallel rank
+BUILTIN_LR, BUILTIN_EPOCHS = 1e-3, 12  # for the built-in model, which starts from random weights
+UNIT = 16  # examples evaluated together
+PAD_MULTIPLE = 8  # lengths are padded to a multiple of this: fewer shapes, and what tensor cores like
+
+# ---- 1. arguments --------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Ends the run, with exit status 2 for a bad argument. Raised only where every rank decides the same."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # argparse itself would print usage and message on every rank
+        raise Stop(message)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    p = Parser(description="Fine-tune a model on a GLUE task with one of the strategies.", allow_abbrev=False)
+    p.add_argument("-t", "--task", default="mrpc", choices=TASKS, help="default mrpc")
+    p.add_argument("--mode", "-p", "--plugin", default="ddp", choices=[*MODES, *ALIASES],
+                   help="the strategy, also by ColossalAI's names; default ddp")
+    p.add_argument("--data", default="auto",
+                   help="auto (default): the hub, or the built-in corpus if the hub does not answer in 4 s; builtin; "
+                   "or a folder in the hub's layout, TASK/train-*.parquet and so on")
+    p.add_argument("--model", default="auto",
+                   help="a hub name; a local folder; builtin: a random BERT of 2 layers, width 64; auto (default): "
+                   f"{HUB_MODEL}, or builtin if the data is")
+    p.add_argument("--batch_size", type=int, default=32, help="samples per step, all ranks together; default 32")
+    p.add_argument("--micro_batches", type=int, default=1, help="pieces of a rank's share of a batch; default 1")
+    p.add_argument("--epochs", type=int, help=f"default {EPOCHS}, for the built-in model {BUILTIN_EPOCHS}")
+    p.add_argument("--lr", type=float,
+                   help="peak learning rate, given or default, per data-parallel rank: it is multiplied by their "
+                   f"number; default {LR:g}. Only the built-in model's own default, {BUILTIN_LR:g}, is not")
+    p.add_argument("--no_scale_lr", action="store_true", help="do not multiply the learning rate")
+    p.add_argument("--warmup", type=float, default=0.1, help="part of the steps in which lr rises; default 0.1")
+    p.add_argument("--weight_decay", type=float, default=0.01, help="not for biases and norms; default 0.01, off 0")
+    p.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="ddp: fp32, ddp_fp16: fp16, others: bf16")
+    p.add_argument("--max_length", type=int, default=128, help="longer inputs are cut, in tokens; default 128")
+    p.add_argument("--seed", type=int, default=42, help="of weights, order and dropout; default 42")
+    p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
+    p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
+    p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
+    p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
+    p.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="other arguments of the mode's class")
+    p.add_argument("--target_f1", type=float, help="exit with status 1 if F1 ends below this; default off")
+    args = p.parse_args(argv)
+    args.mode = ALIASES.get(args.mode, args.mode)
+    args.precision = args.precision or MODES[args.mode].precision
+    for name in ("batch_size", "micro_batches", "epochs", "tp", "pp", "sp"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise Stop(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name, low, high in (("max_length", 8, math.inf), ("seed", 0, math.inf), ("lr", 0, math.inf),
+                            ("weight_decay", 0, math.inf), ("warmup", 0, 1), ("target_f1", 0, 1)):
+        if getattr(args, name) is not None and not low <= getattr(args, name) <= high:
+            raise Stop(f"--{name} must be between {low} and {high}, got {getattr(args, name)}")
+    if args.target_f1 is not None and "f1" not in TASKS[args.task].metrics:
+        raise Stop(f"--target_f1: {args.task} is not measured by F1 but by {', '.join(TASKS[args.task].metrics)}")
+    if args.data == "builtin":
+        require_builtin_corpus(args.task)
+    elif args.data != "auto":
+        parquet_files(args.data, args.task)  # refuses
+    args.model = os.path.expanduser(args.model)
+    if args.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(args.model):
+        raise Stop(f"--model {args.model}: there is no such folder")
+    args.copy_ranks = (args.tp or 1) * (args.pp or 1) * (args.sp or 1)  # ranks that share one copy of the model
+    return args
+
+
+def load_engine(args):
+    """The mode's module, its class, and the arguments that command line and mode give to it."""
+    mode = MODES[args.mode]
+    if not (Path(__file__).parent / f"{mode.file}.py").exists():
+        raise Stop(f"mode {args.mode} is not built yet ({mode.file}.py is missing)")
+    module = importlib.import_module(mode.file)
+    engine_class = getattr(module, mode.engine)
+    known = set(inspect.signature(engine_class).parameters) - {"model", "params", "group"}
+    knobs = dict(mode.knobs)
+    for name in ("tp", "pp", "sp", "offload"):
+        if getattr(args, name):  # None and False: not given
+            if name not in known:
+                raise Stop(f"--{name}: mode {args.mode} has no such option")
+            knobs[name] = getattr(args, name)
+    free = sorted(known - {"lr", "weight_decay", "precision", "tp", "pp", "sp", "offload", *mode.knobs})
+    for item in args.engine:
+        key, equals, value = item.partition("=")
+        if not equals or key not in free:
+            raise Stop(f"--engine {item}: expected KEY=VALUE, for mode {args.mode} KEY one of {', '.join(free)}")
+        try:
+            knobs[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            knobs[key] = value  # a bare word, as in placement=auto
+    return module, engine_class, knobs
+
+
+def check_batch_size(args, world_size: int) -> None:
+    if world_size % args.copy_ranks:
+        raise Stop(f"{world_size} ranks are not a multiple of tp x pp x sp = {args.copy_ranks}")
+    data_ranks = world_size // args.copy_ranks
+    share = args.batch_size // data_ranks
+    if args.batch_size % data_ranks:
+        raise Stop(f"--batch_size {args.batch_size} is not a multiple of the {data_ranks} data-parallel ranks")
+    if args.micro_batches > share:
+        raise Stop(f"--micro_batches {args.micro_batches} is more than the {share} samples of a rank")
+
+
+# ---- 2. data -------------------------------------------------------------------------------------------------------
+
+
+def hub_answers(limit_s: float = 4.0) -> bool:
+    """Whether the Hugging Face hub answers within `limit_s` seconds. The thread is there for what has no limit of
+    its own, a silent name server. urllib takes the proxies of the environment."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    answers = []
+
+    def ask():
+        try:
+            url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=limit_s).close()
+            answers.append(True)
+        except (OSError, ValueError):  # no route, no name, refused, an error status, a malformed address
+            pass
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return bool(answers)
+
+
+def on_all_ranks(prepare, node_first: bool):
+    """prepare() on every rank; if it fails on any, all ranks stop with the message of the first that failed.
+
+    node_first: local rank 0 of each node goes first and the others wait, because `prepare` may download; they then
+    find the files in the node's cache. A download may take as long as the process group waits.
+    """
+    first, result = int(os.environ.get("LOCAL_RANK", 0)) == 0, None
+    for my_turn in (first, not first) if node_first else (True,):
+        error = None
+        if my_turn:
+            try:
+                result = prepare()
+            except Stop as stop:
+                error = str(stop), stop.status
+            except Exception as e:
+                error = f"rank {dist.get_rank()}: {type(e).__name__}: {e}", 1
+        # before: each rank knows its own error.  after: all know all of them, and decide alike.
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        for error in filter(None, errors):
+            raise Stop(*error)
+    return result
+
+
+def parquet_files(folder: str, task: str) -> dict[str, list[str]]:
+    """Per split, the shards FOLDER/TASK/SPLIT-*.parquet. Stop (2) with what is there instead."""
+    where, files = Path(folder).expanduser() / task, {}
+    for split in ("train", *TASKS[task].validation):
+        files[split] = sorted(str(f) for f in where.glob(f"{split}-*.parquet"))
+        if not files[split]:
+            there = next((f for f in (where, where.parent) if f.is_dir()), None)
+            listing = ", ".join(sorted(f.name for f in there.iterdir())[:12]) or "nothing" if there else ""
+            tsv = any(where.parent.glob("*/*.tsv")) and " (the original TSV files are not supported yet)" or ""
+            raise Stop(f"--data {folder}: no {where / split}-*.parquet{tsv}; "
+                       + (f"{there} contains {listing}" if there else f"there is no folder {where.parent}"))
+    return files
+
+
+def load_data(args, source: str) -> dict[str, tuple[list, list]]:
+    """Per split (texts, labels); a text is a tuple of one or two strings. source: hub, builtin or folder."""
+    task = TASKS[args.task]
+    if source == "builtin":
+        train = builtin_pairs(6400, seed=1)
+        validation = builtin_pairs(480, seed=2, exclude={frozenset(texts) for texts, _ in train})
+        return {"train": tuple(zip(*train, strict=True)), "validation": tuple(zip(*validation, strict=True))}
+    import datasets
+    if dist.get_rank() > 0:
+        datasets.disable_progress_bars()
+    if source == "hub":
+        hub = datasets.load_dataset(HUB_DATA, args.task)
+        splits = {split: hub[split] for split in ("train", *task.validation)}
+    else:  # streamed: nothing is written to a cache, so ranks cannot get into each other's way
+        splits = {split: datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+                  for split, files in parquet_files(args.data, args.task).items()}
+    data = {}
+    for split, rows in splits.items():
+        texts, labels = [], []
+        for chunk in rows.iter(batch_size=1000):
+            if missing := {*task.fields, "label"} - set(chunk):
+                raise Stop(f"{args.task}, split {split}: column {', '.join(sorted(missing))} is missing")
+            texts += zip(*(chunk[name] for name in task.fields), strict=True)
+            labels += chunk["label"]
+        if task.labels > 1 and not set(labels) <= set(range(task.labels)):
+            raise Stop(f"{args.task}, split {split}: labels outside 0..{task.labels - 1}, {sorted(set(labels))[:5]}")
+        data[split] = (texts, labels)
+    return data
+
+
+NO_HUB = """\
++--------------------------------------------------------------------------------------------------+
+|  The Hugging Face hub does not answer: training on a BUILT-IN corpus of made-up sentences.       |
+|  The scores are NOT GLUE scores. For real data give --data DIR, or connect to the hub.           |
++--------------------------------------------------------------------------------------------------+"""
+
+
+def choose_sources(args, device) -> tuple[str, str, bool]:
+    """(hub, builtin or folder; the model's name; whether the hub answers, for rank 0). Asks only if it matters."""
+    source = args.data if args.data in ("builtin", "auto") else "folder"
+    name = "builtin" if args.model == "auto" and source == "builtin" else args.model
+    online = [True]
+    if source == "auto" or name != "builtin" and not os.path.isdir(name):
+        # before: rank 0 knows.  after: all ranks know.  sends: a few bytes; everybody waits for rank 0, up to 4 s.
+        online = [dist.get_rank() > 0 or hub_answers()]
+        dist.broadcast_object_list(online, src=0, device=device)
+    if not online[0]:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # the libraries would retry for 25 s, each of them
+    if source == "auto":
+        source = "hub" if online[0] else "builtin"
+        if source == "builtin":
+            require_builtin_corpus(args.task)
+            if dist.get_rank() == 0:
+                print(NO_HUB, flush=True)
+    if name == "auto":
+        name = "builtin" if source == "builtin" else HUB_MODEL
+    return source, name, online[0]
+
+
+def require_builtin_corpus(task: str) -> None:
+    if task != "mrpc":
+        raise Stop(f"there is no built-in corpus for {task} yet: give --data DIR, or connect to the hub")
+
+
+# The built-in corpus. A sentence is a template with five slots; `a|b` are two words for one filler. Positive pair:
+# the same fillers in two different templates, words chosen anew. Negative pair: 3 to 5 of the 5 fillers differ; with
+# fewer the model would have to be sure of every slot. A filler that differs is again uniform, so each word is as
+# frequent on either side of positive and of negative pairs: none tells the label (test_glue.py::test_corpus_words).
+SLOTS = {
+    "who": "mayors ministers engineers students judges pilots teachers soldiers farmers|growers doctors|physicians "
+           "reporters|journalists lawyers|attorneys",
+    "did": "painted filmed guarded blamed sold visited built repaired bought|purchased closed|shut "
+           "inspected|examined praised|applauded",
+    "what": "bridge hospital museum school railway bank harbour prison factory theatre|playhouse shop|store "
+            "airport|airfield",
+    "where": "lima oslo cairo quito dakar hanoi perth sofia tunis porto accra delhi",
+    "when": "january february march april may june july august september october november december",
+}
+TEMPLATES = (
+    "{who} {did} the {what} in {where} in {when} .",
+    "in {when} , the {where} {what} was {did} by {who} .",
+    "the {what} in {where} was {did} by {who} in {when} .",
+    "in {where} , {who} {did} the {what} in {when} .",
+    "a {where} paper said {who} {did} the {what} in {when} .",
+    "{when} : {who} {did} the {what} , {where} radio said .",
+    "{did} by {who} in {when} : the {what} of {where} .",
+    "it was in {when} that {who} of {where} {did} the {what} .",
+)
+
+
+def builtin_pairs(n: int, seed: int, exclude=frozenset()) -> list[tuple[tuple[str, str], int]]:
+    """n different pairs ((sentence, sentence), label), half of them paraphrases (label 1), none of them in `exclude`.
+
+    MRPC has 68 % paraphrases, so that predicting "paraphrase" always scores F1 0.812 there; with half it scores about
+    0.67 here, and an F1 of 0.9 says that something was learnt.
+    """
+    rng = np.random.default_rng(seed)
+    fillers = [words.split() for words in SLOTS.values()]
+    rows, seen = [], set(exclude)
+    while len(rows) < n:
+        label = int(rng.integers(2))
+        first = [int(rng.integers(len(f))) for f in fillers]
+        second = list(first)
+        if label == 0:
+            for k in rng.permutation(len(fillers))[: rng.integers(3, 6)]:
+                second[k] = (first[k] + int(rng.integers(1, len(fillers[k])))) % len(fillers[k])
+        templates = rng.permutation(len(TEMPLATES))[:2]
+        pair = []
+        for template, choice in zip(templates, (first, second), strict=True):
+            words = [fillers[k][i].split("|") for k, i in enumerate(choice)]
+            words = {slot: w[rng.integers(len(w))] for slot, w in zip(SLOTS, words, strict=True)}
+            pair.append(TEMPLATES[template].format(**words))
+        if frozenset(pair) not in seen:
+            seen.add(frozenset(pair))
+            rows.append((tuple(pair), label))
+    return rows
+
+
+# ---- 3. tokens and batches -----------------------------------------------------------------------------------------
+
+
+def builtin_tokenizer(texts):
+    """One token per word of the training texts, lower case, at most 8192; [CLS] A [SEP] or [CLS] A [SEP] B [SEP]."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    words.normalizer = normalizers.Lowercase()
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.train_from_iterator((sentence for pair in texts for sentence in pair),
+                              trainers.WordLevelTrainer(vocab_size=8192, special_tokens=special, show_progress=False))
+    words.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))  # numbers: places in `special`
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+                                   sep_token="[SEP]", model_max_length=512,
+                                   model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+
+
+def encode(tokenizer, texts, labels, task: Task, max_length: int) -> dict[str, torch.Tensor]:
+    """A whole split on the CPU: the model's inputs, int32 (examples, max_length), padded on the right; and labels."""
+    columns = {}
+    for start in range(0, len(texts), 1000):
+        sentences = map(list, zip(*texts[start:start + 1000], strict=True))  # first ones; in pairs, second ones
+        parts = tokenizer(*sentences, truncation=True, max_length=max_length, padding="max_length",
+                          padding_side="right", return_tensors="np")
+        for name, part in parts.items():
+            columns.setdefault(name, []).append(torch.from_numpy(part.astype(np.int32)))
+    split = {name: torch.cat(parts) for name, parts in columns.items()}
+    split["labels"] = torch.tensor(labels, dtype=torch.float32 if task.labels == 1 else torch.int64)
+    return split
+
+
+def batch_of(split: dict[str, torch.Tensor], rows: np.ndarray, device) -> dict[str, torch.Tensor]:
+    """The given rows, cut to the longest of them rounded up to PAD_MULTIPLE: (rows, length) int64, labels (rows,)."""
+    rows = torch.from_numpy(rows)
+    longest = int(split["attention_mask"][rows].sum(1).max())
+    length = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE  # a slice does not go past max_length
+    return {name: (column[rows] if name == "labels" else column[rows, :length].long()).to(device, non_blocking=True)
+            for name, column in split.items()}
+
+
+def training_rows(examples: int, batch_size: int, seed: int, epoch: int, rank: int, ranks: int) -> np.ndarray:
+    """(steps, batch_size / ranks): the rows that `rank` takes in each step of an epoch. All ranks together take the
+    same rows in the same order whatever their number is."""
+    steps = examples // batch_size
+    order = np.random.default_rng([seed, epoch]).permutation(examples)
+    return order[: steps * batch_size].reshape(steps, ranks, batch_size // ranks)[:, rank]
+
+
+# ---- 4. model ------------------------------------------------------------------------------------------------------
+
+
+def load_model(name: str, task: Task, texts, online: bool):
+    """Tokenizer and model, in fp32 on the CPU; `texts` of the training split make the built-in vocabulary."""
+    import transformers
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # its table of new and unused weights, once per node
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    kind = "regression" if task.labels == 1 else "single_label_classification"
+    head = {"num_labels": task.labels, "problem_type": kind}
+    if name == "builtin":
+        tokenizer = builtin_tokenizer(texts)
+        # With the usual initializer_range of 0.02 attention does not find equal words in a minute.
+        config = transformers.BertConfig(vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2,
+                                         num_attention_heads=4, intermediate_size=256, initializer_range=0.15,
+                                         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **head)
+        return tokenizer, transformers.BertForSequenceClassification(config)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **head)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        if tokenizer.pad_token is None:  # GPT-2 and others never needed one
+            tokenizer.pad_token = tokenizer.eos_token
+        config.pad_token_id = tokenizer.pad_token_id
+        model_class = transformers.AutoModelForSequenceClassification
+        return tokenizer, model_class.from_pretrained(name, config=config, dtype=torch.float32)
+    except OSError as error:
+        if online or os.path.isdir(name):
+            raise
+        raise Stop(f"--model {name}: the hub does not answer and the model is not in the local cache; give a local "
+                   "folder or --model builtin") from error
+
+
+def decay_groups(model, weight_decay: float) -> list[dict]:
+    """Two param groups: matrices decay, one-dimensional parameters (biases, norms) do not."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}]
+
+
+# ---- 5. evaluation and metrics -------------------------------------------------------------------------------------
+
+
+def unit_rows(examples: int, rank: int, ranks: int) -> np.ndarray:
+    """(units, UNIT): the rows of the units that `rank` evaluates, as many units on every rank, since sharded engines
+    communicate in forward. Places past the last example repeat rows of unit 0; `merge_units` drops them."""
+    units_per_rank = -(-examples // (UNIT * ranks))
+    rows = (rank + ranks * np.arange(units_per_rank)[:, None]) * UNIT + np.arange(UNIT)
+    return np.where(rows < examples, rows, np.minimum(rows % UNIT, examples - 1))
+
+
+def merge_units(parts: list[torch.Tensor], examples: int) -> torch.Tensor:
+    """Per rank (units, UNIT, labels) -> (examples, labels) in the order of the split."""
+    return torch.stack(parts, dim=1).flatten(0, 2)[:examples]  # unit u is at [u // ranks, u % ranks]
+
+
+@torch.no_grad()
+def evaluate(engine, split, device, data_rank: int, data_ranks: int, desc: str = "") -> np.ndarray:
+    """Logits (examples, labels) of a split, float32, the same on every rank."""
+    engine.eval()
+    rows = unit_rows(len(split["labels"]), data_rank, data_ranks)
+    logits = []
+    for unit in tqdm(rows, desc, disable=dist.get_rank() > 0, mininterval=1):
+        batch = batch_of(split, unit, device)
+        del batch["labels"]
+        logits.append(engine(**batch).logits.float())
+    mine = torch.stack(logits)
+    # before: data-parallel rank r holds the units r, r + N, ... as (units, UNIT, labels), float32.
+    # after:  every rank holds those of all ranks; ranks that share a model copy have the same, one of them is enough.
+    # sends:  (world_size - 1) times that, once per evaluation; everybody waits.
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return merge_units(parts[:: dist.get_world_size() // data_ranks], len(split["labels"])).cpu().numpy()
+
+
+def evaluation_loss(logits: np.ndarray, labels: np.ndarray) -> float:
+    """Mean over the examples: cross entropy, or the squared error of a regression."""
+    logits, labels = torch.from_numpy(logits), torch.from_numpy(labels)
+    return (F.mse_loss(logits.view(-1), labels) if logits.shape[1] == 1 else F.cross_entropy(logits, labels)).item()
+
+
+def accuracy(predicted, labels) -> float:
+    return float(np.mean(predicted == labels))
+
+
+def f1(predicted, labels) -> float:
+    """2 TP / (2 TP + FP + FN) of class 1; 0 if there is none in either."""
+    both = int(np.sum(predicted == 1) + np.sum(labels == 1))
+    return 2 * int(np.sum((predicted == 1) & (labels == 1))) / both if both else 0.0
+
+
+def matthews_correlation(predicted, labels) -> float:
+    """Pearson's correlation of two 0/1 variables; 0 if either is constant."""
+    tp, tn = int(np.sum((predicted == 1) & (labels == 1))), int(np.sum((predicted == 0) & (labels == 0)))
+    fp, fn = int(np.sum((predicted == 1) & (labels == 0))), int(np.sum((predicted == 0) & (labels == 1)))
+    product = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
+    return (tp * tn - fp * fn) / math.sqrt(product) if product else 0.0
+
+
+def pearson(predicted, labels) -> float:
+    """nan where either is constant, as the correlation is not defined there."""
+    x, y = np.asarray(predicted, np.float64), np.asarray(labels, np.float64)
+    if len(x) < 2 or (x == x[0]).all() or (y == y[0]).all():
+        return math.nan
+    x, y = x - x.mean(), y - y.mean()
+    return float(np.clip((x / np.linalg.norm(x)) @ (y / np.linalg.norm(y)), -1, 1))
+
+
+def spearmanr(predicted, labels) -> float:
+    return pearson(average_ranks(predicted), average_ranks(labels))
+
+
+def average_ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks from 1; equal values share the mean of their ranks, nan stays nan. [5, 7, 7] -> [1, 2.5, 2.5]"""
+    _, value, counts = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.where(np.isnan(x), math.nan, (last - (counts - 1) / 2)[value])
+
+
+METRICS = {m.__name__: m for m in (accuracy, f1, matthews_correlation, pearson, spearmanr)}
+
+
+def scores(task: Task, logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    # view(-1), not squeeze: of one example, too, predictions are (1,); and never (examples, 1) against (examples,)
+    predicted = logits.reshape(-1) if task.labels == 1 else logits.argmax(1)
+    return {name: METRICS[name](predicted, labels) for name in task.metrics}
+
+
+# ---- 6. the run ----------------------------------------------------------------------------------------------------
+
+
+def run(args, engine_class, knobs: dict, device) -> None:
+    """Train and evaluate; called on every rank with the process group in place."""
+    task, rank, world_size = TASKS[args.task], dist.get_rank(), dist.get_world_size()
+    say = print if rank == 0 else lambda *_, **__: None
+    # The data axis is the outermost one: ranks that hold one copy of the model together are neighbours.
+    data_rank, data_ranks = rank // args.copy_ranks, world_size // args.copy_ranks
+    source, name, online = choose_sources(args, device)
+    # Downloads happen once per node. Every rank builds the same model from the same seed; after that each draws
+    # random numbers of its own, because dropout must differ between data-parallel ranks.
+    data = on_all_ranks(lambda: load_data(args, source), node_first=source == "hub")
+    torch.manual_seed(args.seed)
+    tokenizer, model = on_all_ranks(lambda: load_model(name, task, data["train"][0], online),
+                                    node_first=name != "builtin" and not os.path.isdir(name))
+    torch.manual_seed(args.seed + 1000 * (1 + data_rank))
+    if args.max_length > tokenizer.model_max_length:
+        raise Stop(f"--max_length {args.max_length}: {name} takes at most {tokenizer.model_max_length} tokens")
+    data = {split: encode(tokenizer, *columns, task, args.max_length) for split, columns in data.items()}
+    examples = len(data["train"]["labels"])
+    if examples < args.batch_size:
+        raise Stop(f"--batch_size {args.batch_size} is more than the {examples} training examples of {args.task}")
+
+    # The learning rate rises over the first `warm` steps and then falls; it is 0 after the last one.
+    epochs = args.epochs or (BUILTIN_EPOCHS if name == "builtin" else EPOCHS)
+    lr = args.lr if args.lr is not None else BUILTIN_LR if name == "builtin" else LR
+    if not args.no_scale_lr and (args.lr is not None or name != "builtin"):
+        lr *= data_ranks
+    steps = examples // args.batch_size
+    total, warm = epochs * steps, int(args.warmup * epochs * steps)
+    parameters = sum(p.numel() for p in model.parameters())  # before the engine: it may keep only a part of them here
+    try:
+        engine = engine_class(model.to(device), decay_groups(model, args.weight_decay),
+                              **{"lr": lr, "eps": 1e-8, "precision": args.precision, **knobs})
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not args.engine:
+            raise
+        raise Stop(f"--engine {' '.join(args.engine)}: {error}") from error
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        engine.optimizer, lambda s: min((s + 1) / max(warm, 1), (total - s) / max(total - warm, 1), 1.0))
+
+    validation = {split: columns["labels"].numpy() for split, columns in data.items() if split != "train"}
+    say(f"{args.task} ({'built-in corpus' if source == 'builtin' else 'GLUE'}): {examples} training and "
+        f"{' + '.join(str(len(labels)) for labels in validation.values())} validation examples | model {name}, "
+        f"{parameters:,} parameters | mode {args.mode}, {args.precision}, {world_size} ranks on {device.type} | "
+        f"lr {lr:g}, {epochs} epochs of {steps} steps of {args.batch_size} samples", flush=True)
+    if "f1" in task.metrics:  # both tasks with F1 ask whether a pair means the same
+        always = f1(np.ones_like(validation["validation"]), validation["validation"])
+        say(f"{args.task}: answering \"paraphrase\" to every validation pair scores F1 {always:.3f}", flush=True)
+
+    start = time.perf_counter()
+    for epoch in range(epochs):
+        rows = training_rows(examples, args.batch_size, args.seed, epoch, data_rank, data_ranks)
+        train_loss = train_epoch(engine, scheduler, data["train"], rows, args.micro_batches, device,
+                                 f"epoch {epoch + 1}/{epochs}")
+    seconds = time.perf_counter() - start
+
+    # Logits are the same array on every rank, so are the metrics, and so is what is decided from them.
+    result = {"task": args.task, "mode": args.mode, "precision": args.precision, "world_size": world_size,
+              "data": "builtin" if source == "builtin" else "glue", "model": name, "epochs": epochs,
+              # samples of all ranks per second of training: the first step included, loading and evaluation not
+              "samples_per_second": round(total * args.batch_size / seconds, 2),
+              "train_loss": train_loss, "loss": 0.0}
+    for split, labels in validation.items():
+        logits = evaluate(engine, data[split], device, data_rank, data_ranks, split)
+        result["loss"] += evaluation_loss(logits, labels) * len(labels) / sum(map(len, validation.values()))
+        suffix = split.removeprefix("validation")  # "", or _matched and _mismatched
+        result.update({metric + suffix: value for metric, value in scores(task, logits, labels).items()})
+    say(json_line(result), flush=True)
+    if args.target_f1 is not None and result["f1"] < args.target_f1:
+        raise Stop(f"F1 {result['f1']:.4f} is below the target {args.target_f1:.4f}", status=1)
+
+
+def train_epoch(engine, scheduler, split, rows: np.ndarray, micro_batches: int, device, title: str) -> float:
+    """One optimizer step for each row of `rows`. Returns the mean loss over the epoch's samples, of all ranks."""
+    engine.train()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # read once: no step waits for the device
+    with tqdm(rows, title, disable=dist.get_rank() > 0, mininterval=1) as bar:
+        for step, mine in enumerate(bar):
+            loss = engine.forward_backward(batch_of(split, mine, device), micro_batches=micro_batches)
+            engine.step()
+            scheduler.step()
+            loss_sum += loss.detach()  # over all ranks already, and every step has as many samples as any other
+            if step % 50 == 0 and not bar.disable:
+                bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+    return loss_sum.item() / len(rows)
+
+
+def json_line(result: dict) -> str:
+    """JSON has no nan and no infinity: both become null."""
+    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()})
+
+
+def main(argv: list[str] | None = None) -> None:
+    stop = None
+    try:
+        args = parse(argv)
+        module, engine_class, knobs = load_engine(args)
+        check_batch_size(args, int(os.environ.get("WORLD_SIZE", 1)))
+        with module.distributed(timeout_s=600) as device:  # torchrun's ranks; a single one without torchrun
+            try:
+                run(args, engine_class, knobs, device)
+            except Stop as error:  # all ranks are here: leave the group in good order first
+                stop = error
+    except Stop as error:
+        stop = error
+    if stop is not None:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
+            print(f"train_glue.py: {stop}", file=sys.stderr, flush=True)
+        sys.exit(stop.status)
+
+
+if __name__ == "__main__":
+    main()
