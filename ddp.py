@@ -236,7 +236,8 @@ class DDP:
                 self._backward(loss, share)
             loss_sum += torch.where(share > 0, loss.detach().double() * share, 0.0)  # 0 labels: the loss is NaN, its share 0
         if not pieces:  # this rank has no samples: its gradients are zeros, but the others wait for them
-            total_work and total_work.wait()
+            if total_work is not None:
+                total_work.wait()
             self._begin_backward()
             self._end_backward()
         # before: each rank has the weighted losses of its own pieces.  after: all have the sum.  sends: 8 bytes.
@@ -272,7 +273,9 @@ class DDP:
             loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
         except BaseException:
             for bucket in self.buckets:  # do not leave a collective of this backward to be met by a later one
-                bucket.work = bucket.work and bucket.work.wait() and None
+                if bucket.work is not None:
+                    bucket.work.wait()
+                    bucket.work = None
             raise
         finally:
             self._in_backward = False
@@ -641,7 +644,7 @@ class LossScale:
         """RuntimeError after 40 skips in a row. On a GPU the copy is not waited for, so it comes a few steps late."""
         self.seen.copy_(self.state, non_blocking=True)
         if self.seen[SKIPPED_IN_A_ROW] >= MAX_SKIPS:
-            raise RuntimeError(f"{int(self.seen[SKIPPED_IN_A_ROW])} steps in a row skipped, {int(self.seen[SKIPPED_STEPS])} in all: the "
+            raise RuntimeError(f"{self.seen[SKIPPED_IN_A_ROW]:.0f} steps in a row skipped, {self.seen[SKIPPED_STEPS]:.0f} in all: "
                                f"gradients are not finite even at loss scale {self.seen[SCALE]:g} (floor {self.floor:g})")
 # <<< shared block: loss scale
 
@@ -674,7 +677,8 @@ class Adam(torch.optim.Optimizer):
         self.cuda = adam_library(device)
         if self.cuda:
             self.constants = torch.zeros(len(self.params), 8, device=device)  # bias corrections and the like
-            self.ring = [(torch.zeros(self.inputs.shape, dtype=torch.float64).pin_memory(), torch.cuda.Event()) for _ in range(4)]
+            self.ring = [(torch.zeros(self.inputs.shape, dtype=torch.float64).pin_memory(), torch.cuda.Event())
+                         for _ in range(4)]
         self.uploads, self._built = 0, True
 
     def add_param_group(self, group) -> None:
@@ -773,8 +777,9 @@ class Adam(torch.optim.Optimizer):
             if factor != 1.0:
                 torch._foreach_mul_(grad, factor)
             fused = torch._fused_adamw_ if group["adamw"] else torch._fused_adam_
-            fused(master, grad, exp_avg, exp_avg_sq, [], [self.steps[i] for i in index], lr=float(group["lr"]), beta1=group["betas"][0],
-                  beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False)
+            fused(master, grad, exp_avg, exp_avg_sq, [], [self.steps[i] for i in index], lr=float(group["lr"]),
+                  beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+                  amsgrad=False, maximize=False)
             if half[0] is not None:
                 torch._foreach_copy_(half, master)
 
@@ -907,13 +912,14 @@ def demonstration(device: torch.device) -> None:
         wire = (loopback_bytes() - before) / n
     if rank != 0:
         return
-    print(f"\n{n} ranks on {device.type}, {numel:,} parameters, last loss {loss.item():.4f} (one process {plain_loss.item():.4f})")
+    print(f"\n{n} ranks on {device.type}, {numel:,} parameters, last loss {loss:.4f} (one process {plain_loss:.4f})")
     print(f"largest distance from one process, float64, 3 steps: gradients {grad_gap:.1e}, parameters {gap:.1e}\n")
     print(f"{'bytes per parameter on rank 0':42}{'formula':>10}{'measured':>10}")
     for kind, formula in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
         print(f"{kind:42}{formula:10.2f}{sum(held[kind].values()) / numel:10.2f}")
     formula = 2 * (n - 1) / n * 4
-    print(f"{'all-reduce per step, counted by the engine':42}{formula:10.2f}{engine.traffic.get('all_reduce', 0) / numel:10.2f}")
+    counted = engine.traffic.get("all_reduce", 0) / numel
+    print(f"{'all-reduce per step, counted by the engine':42}{formula:10.2f}{counted:10.2f}")
     if device.type == "cpu" and sys.platform == "linux":
         print(f"{'sent per step, seen by the loopback device':42}{formula:10.2f}{wire / numel:10.2f}")
 

@@ -26,6 +26,7 @@ A bad argument ends every rank with exit status 2 (of which torchrun itself make
 
 import argparse
 import ast
+import http.client
 import importlib
 import inspect
 import json
@@ -217,8 +218,8 @@ def hub_answers(limit_s: float = 4.0) -> bool:
             url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=limit_s).close()
             answers.append(True)
-        except (OSError, ValueError):  # no route, no name, refused, an error status, a malformed address
-            pass
+        except (OSError, ValueError, http.client.HTTPException):
+            pass  # no route, no name, refused, an error status, a malformed address, not HTTP
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

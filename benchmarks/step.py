@@ -130,9 +130,10 @@ def main():
     with distributed() as device:
         rows = [row for work in args.work for row in measure(work, args.precision, args, device)]
         if dist.get_rank() == 0:
-            machine = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores ({platform.machine()})"
+            machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
+            machine = torch.cuda.get_device_name() if device.type == "cuda" else machine
             print(f"{dist.get_world_size()} ranks, {dist.get_backend()}, {machine}, torch {torch.__version__}")
-            print(f"{'model':10}{'precision':11}{'engine':18}{'median ms':>10}{'best ms':>9}{'ratio':>7}{'B/param':>9}{'formula':>9}{'loss':>9}")
+            print("model     precision  engine            median ms  best ms  ratio  B/param  formula     loss")
             for r in rows:
                 print(f"{r['work']:10}{r['precision']:11}{r['engine']:18}{r['ms']:10.1f}{r['best_ms']:9.1f}{r['ratio']:7.3f}"
                       f"{r['bytes_per_param']:9.2f}{r['formula']:9.2f}{r['loss']:9.4f}")

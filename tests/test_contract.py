@@ -158,7 +158,7 @@ def held_memory(name):
     numel = 8 * 200 * 200
     engine = build_engine(name, model, precision="fp32", bucket_mb=0.25, first_bucket_mb=0.25)
     held = []
-    for step in range(3):
+    for _ in range(3):
         buckets = [b.flat for b in engine.buckets]
         with LivePeak([*model.parameters(), *buckets]) as live:
             engine.forward_backward(torch.randn(1, 200), loss_fn=lambda out, x: out.square().mean())
@@ -178,8 +178,8 @@ def test_memory_equals_the_formula(pool, name):
 
 def live_bytes():
     gc.collect()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
-    return sum(storages.values())
+    storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def grows_not(name):
@@ -229,7 +229,8 @@ def wire_bytes(name, width):
         dist.barrier()
         after = loopback()
         dist.barrier()
-    return (after - before) / dist.get_world_size(), sum(engine.traffic.values()), sum(p.numel() for p in engine.module.parameters())
+    numel = sum(p.numel() for p in engine.module.parameters())
+    return (after - before) / dist.get_world_size(), sum(engine.traffic.values()), numel
 
 
 @engines

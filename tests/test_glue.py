@@ -175,7 +175,7 @@ def test_metrics_are_equal_to_the_last_digit_on_1_to_4_ranks(pool):
 
 
 def _prepare(folder, node_first, fail_on):
-    """A download that takes a while, into a cache that the others then find. Returns its result, or what Stop says."""
+    """A download that takes a while, into a cache that the others then find. Its result, or what Stop says."""
     import torch.distributed as dist
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
 
@@ -308,11 +308,11 @@ def test_biases_and_norms_do_not_decay():
 @pytest.fixture
 def folder(tmp_path):
     """The hub's layout: training split in two shards, labels of the test split -1; STS-B with its float labels."""
-    datasets = pytest.importorskip("datasets")
+    import pyarrow.parquet
 
     def write(task, name, rows):
         (tmp_path / task).mkdir(exist_ok=True)
-        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / task / f"{name}.parquet")
+        pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / task / f"{name}.parquet")
 
     def pairs(lo, hi, label=lambda i: i % 2):
         rows = range(lo, hi)
@@ -386,11 +386,18 @@ def test_hub_that_does_not_answer(monkeypatch):
     start = time.monotonic()
     assert not glue.hub_answers()  # refused: the port is closed now
     assert time.monotonic() - start < 1
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(30))  # a name server without an answer
+    given_up = threading.Event()
+
+    def silent_name_server(*_, **__):
+        given_up.wait(30)
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent_name_server)
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     start = time.monotonic()
     assert not glue.hub_answers(limit_s=0.5)
     assert time.monotonic() - start < 2
+    given_up.set()
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -483,8 +490,8 @@ def test_small_run_in_this_process(capsys, folder, micro_batches):
     argv = [str(a) for a in argv]
     glue.main(argv)
     result = _last_line(capsys.readouterr().out)
-    expected = {"task": "mrpc", "mode": "ddp", "precision": "fp32", "world_size": 1, "data": "glue", "model": "builtin",
-                "epochs": 1}
+    expected = {"task": "mrpc", "mode": "ddp", "precision": "fp32", "world_size": 1, "data": "glue",
+                "model": "builtin", "epochs": 1}
     assert expected.items() <= result.items()
     assert result["samples_per_second"] > 0 and result["loss"] > 0 and result["train_loss"] > 0
     assert 0 <= result["accuracy"] <= 1 and round(result["accuracy"] * 7) == pytest.approx(result["accuracy"] * 7)
