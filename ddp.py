@@ -790,8 +790,10 @@ class Adam(torch.optim.Optimizer):
         code = getattr(self.cuda, function)(*(c[type(a)](a) for a in args), stream)
         if code:
             raise RuntimeError(f"{function}: {self.cuda.adam_error(code).decode()}")
+# <<< shared block: adam
 
 
+# >>> shared block: adam library
 @functools.cache
 def adam_library(device: torch.device):
     """adam_cuda.cu, beside this file, built for this GPU and loaded; False, said once, where that cannot be.
@@ -824,7 +826,7 @@ def adam_library(device: torch.device):
         return False
     library.adam_error.restype, library.adam_chunk_numel.restype = ctypes.c_char_p, ctypes.c_int64
     return library
-# <<< shared block: adam
+# <<< shared block: adam library
 
 
 # >>> shared block: launch

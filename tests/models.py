@@ -124,21 +124,31 @@ def build(kind, seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
     models = {"plain": Plain, "awkward": Awkward, "tied": Tied, "batchnorm": Normed, "checkpoint": lambda: Checkpointed(False),
               "reentrant": lambda: Checkpointed(True)}
-    return (models[kind]() if kind in models else tiny_hf(kind)).to(dtype)
+    with torch.device("cpu"):  # the same numbers on every device
+        model = (models[kind]() if kind in models else tiny_hf(kind)).to(dtype)
+    return model.to(torch.get_default_device())
+
+
+def random(*shape, seed, high=None, dtype=torch.float64):
+    """Normal numbers, or integers below `high`: drawn on the CPU, so the same on every device, then on the default device."""
+    g = torch.Generator("cpu").manual_seed(seed)
+    made = torch.randn(shape, generator=g, dtype=dtype, device="cpu") if high is None else torch.randint(
+        high, shape, generator=g, device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def global_batch(kind, samples, seed, dtype=torch.float64):
     """The batch of all ranks together, and the loss function."""
-    g = torch.Generator().manual_seed(1000 + seed)
+    def integers(high, *shape):
+        return random(samples, *shape, high=high, seed=1000 + seed)
     if kind in ("bert-mlm", "gpt2"):
-        tokens = torch.randint(61, (samples, 11), generator=g)
-        return (dict(input_ids=tokens), torch.randint(61, (samples, 11), generator=g)), token_loss
+        return (dict(input_ids=integers(61, 11)), integers(60, 11)), token_loss
     if kind == "bert":
-        return dict(input_ids=torch.randint(61, (samples, 11), generator=g), labels=torch.randint(2, (samples,), generator=g)), None
+        return dict(input_ids=integers(61, 11), labels=integers(2)), None
     if kind == "tied":
-        return (torch.randint(19, (samples, 5), generator=g), torch.randint(19, (samples,), generator=g)), cross_entropy
-    shape = (samples, 3, 4, 4) if kind == "batchnorm" else (samples, 7)
-    return (torch.randn(shape, generator=g, dtype=dtype), torch.randint(3, (samples,), generator=g)), cross_entropy
+        return (integers(19, 5), integers(18)), cross_entropy
+    shape = (3, 4, 4) if kind == "batchnorm" else (7,)
+    return (random(samples, *shape, seed=1000 + seed, dtype=dtype), integers(3)), cross_entropy
 
 
 def rows(batch, lo, hi):

@@ -6,7 +6,8 @@ import pytest
 from models import ENGINES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUDGET = {"launch": 50, "adam": 170, "loss scale": 40, "fragments": 50, "batch": 55, "checkpoint": 130}  # lines, comments too
+# lines, comments included
+BUDGET = {"launch": 50, "adam": 150, "adam library": 40, "loss scale": 40, "fragments": 50, "batch": 55, "checkpoint": 130}
 FILES = sorted({f"{module}.py" for module, _, _ in ENGINES.values()})
 
 
@@ -37,7 +38,7 @@ def test_budgets(file):
     text = (ROOT / file).read_text()
     found = {name: body.count("\n") for name, body in blocks(text).items()}
     assert text.count("# >>> shared block") == text.count("# <<< shared block") == len(found)
-    assert found.keys() <= BUDGET.keys() and {"launch", "adam", "loss scale", "fragments", "batch"} <= found.keys()
+    assert found.keys() <= BUDGET.keys() and BUDGET.keys() - {"checkpoint"} <= found.keys()
     assert {n: lines for n, lines in found.items() if lines > BUDGET[n]} == {}
 
 
