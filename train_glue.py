@@ -671,6 +671,8 @@ def main(argv: list[str] | None = None) -> None:
     if stop is not None:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
             print(f"train_glue.py: {stop}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when one has ended: let local rank 0, perhaps slower, say why
         sys.exit(stop.status)
 
 

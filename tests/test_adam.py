@@ -5,8 +5,8 @@ tensor after the other (never the fused code under test), fed the gradients as r
 not change, or must be the same in two ways, is compared bit for bit.
 Every test that takes `device` runs three times: on the CPU, through adam_cuda.cu, and with torch's fused Adam on the
 GPU, as on a machine without nvcc. ddp.py stands for all strategy files: test_copies.py keeps their blocks identical.
-Needs nothing; without a GPU two thirds are skipped. About 10 s on two CPU cores, TIME_GPU with a GPU, of which
-compiling is the most (`-m sweep` adds one tensor of more than 2^31 elements).
+Needs nothing; without a GPU two thirds are skipped. About 10 s on two CPU cores, 50 s with a GPU, half of it
+compiling (`-m sweep` adds one tensor of more than 2^31 elements).
 """
 import functools
 import os
@@ -38,6 +38,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 # fp32: a step rounds p, m and v once or twice, by 2^-24 of values of about 1; four steps stay below 1e-6. lr = 0.1
 # keeps that sharp: a step that is 1e-5 off shows, and so would 1 - 0.999f in v, which is 1.3e-5 off.
 TOLERANCE = {FP32: dict(rtol=1e-6, atol=1e-6), FP64: dict(rtol=1e-12, atol=1e-12)}
+TORCH_ON_GPU = {**TOLERANCE, FP32: dict(rtol=1e-5, atol=1e-5)}  # torch's own rounding: 5e-6 seen after 20 steps
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU: adam_cuda.cu cannot run here")
 
@@ -166,13 +167,14 @@ class Reference:
 
     def check(self, engine: Engine) -> None:
         state = {p: s for optimizer in self.optimizers for p, s in optimizer.state.items()}
+        tolerance = TORCH_ON_GPU if engine.device.type == "cuda" and not engine.optimizer.cuda else TOLERANCE
         for f, p in zip(engine.fragments, self.params, strict=True):
             expected = state.get(p, dict(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)))
             label = functools.partial("{1}, {0}".format, f"{f.name} {f.shape} {f.grad.dtype} {f.half is not None=}")
             expected = {**expected, "master": p.detach()}
             for kind in ("master", "exp_avg", "exp_avg_sq"):
                 got = getattr(f, kind).to("cpu", FP64)
-                torch.testing.assert_close(got, expected[kind], **TOLERANCE[f.master.dtype], msg=label)
+                torch.testing.assert_close(got, expected[kind], **tolerance[f.master.dtype], msg=label)
             assert engine.optimizer.steps[f.index].item() == float(expected["step"]), f.name
             if f.half is not None:  # to nearest even, so exactly what .to() gives
                 assert torch.equal(f.half, f.master.to(f.half.dtype)), f.name
@@ -594,6 +596,7 @@ def test_an_address_changes_no_bit(gpu, grad_dtype, half, kinds):
     assert torch.equal(engines[0].scaler.state, engines[1].scaler.state)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_never_waits(gpu):
     """Twice: by torch's own alarm, and by a GPU that is still asleep when the host has enqueued 3 of the 4 slots."""
     engine = Engine(values_of(), gpu, grad_dtype=FP16, half=FP16, max_norm=1.0, dynamic=True)
@@ -641,7 +644,7 @@ def test_more_than_2_to_the_31_elements(gpu):
     engine.module.register_parameter("big", p)
     fragment = Fragment("big", 1, (numel,), ((slice(0, numel),),), 0, numel, torch.zeros(numel, device=gpu),
                         torch.ones(numel, dtype=BF16, device=gpu), p.data)
-    engine.optimizer = Adam(engine, None, {**HYPER, "lr": lr}, 0.0, engine.scaler)
+    engine.optimizer = Adam(engine, None, {**HYPER, "lr": lr, "eps": 1e-8}, 0.0, engine.scaler)
     engine.fragments[0].grad.fill_(1.0)
     engine.fragments.append(fragment)
     engine.optimizer.own(engine.fragments)

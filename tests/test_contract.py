@@ -217,8 +217,8 @@ def loopback():
 
 
 def wire_bytes(name, width):
-    """Bytes per rank of a step of four layers of width x width, by the loopback device (the least of six steps after the first, since
-    other programs only add) and by the engine."""
+    """Bytes per rank of a step of four layers of width x width, by the loopback device (the least of six steps after the first,
+    since other programs only add) and by the engine."""
     torch.manual_seed(0)
     engine = build_engine(name, nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), precision="fp32", bucket_mb=4.0)
     x, sent = torch.randn(2, width), []

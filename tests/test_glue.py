@@ -448,6 +448,7 @@ def test_refusals_before_ranks_meet(capsys, monkeypatch, folder):
     message = _refused(capsys, "--data", folder, "--task", "qqp")
     assert str(folder / "qqp") in message and "contains mrpc, rte, stsb" in message
     monkeypatch.setenv("LOCAL_RANK", "1")  # the message is local rank 0's, the status everybody's
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         glue.main(["--task", "nothing"])
     assert ended.value.code == 2 and capsys.readouterr().err == ""
@@ -533,7 +534,7 @@ def _torchrun(ranks, *argv, limit_s):
 
 
 def test_two_ranks_learn_the_builtin_pairs():
-    """The command of the README, the hub being unreachable. Seen: F1 0.96 to 0.99 with seeds 0, 1, 2, 3 and 42."""
+    """The command of the README, the hub being unreachable. Seen: F1 0.96 to 0.99 with seeds 0, 1 and 42."""
     done = _torchrun(2, "--mode", "ddp", "--target_f1", "0.9", limit_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     result = _last_line(done.stdout)
