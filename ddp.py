@@ -629,7 +629,9 @@ class LossScale:
         self.interval = interval if dynamic else 0
         self.state = torch.zeros(8, dtype=torch.float64, device=device)
         self.state[SCALE] = initial
-        self.seen = torch.zeros(8, dtype=torch.float64, pin_memory=device.type == "cuda")
+        self.seen = torch.zeros(8, dtype=torch.float64, device="cpu")
+        if device.type == "cuda":
+            self.seen = self.seen.pin_memory()
 
     def update(self, skip: Tensor) -> None:
         """After a step: the rule above, as adam_prepare in adam_cuda.cu has it."""
@@ -671,14 +673,14 @@ class Adam(torch.optim.Optimizer):
         self.names = [names[p] for p in self.params]
         self.present = bytearray(len(self.params))  # hooks write 1 for a parameter that received a gradient
         self.n_hyper, device = 6 * len(self.param_groups), scaler.state.device
-        self.group_of = torch.tensor([group_of[p] for p in self.params], dtype=torch.int64, device=device)
+        self.group_list = [group_of[p] for p in self.params]
+        self.group_of = torch.tensor(self.group_list, dtype=torch.int64, device=device)
         self.inputs = torch.zeros(self.n_hyper + 1 + len(self.params), dtype=torch.float64, device=device)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=device)  # updates each parameter has had
         self.cuda = adam_library(device)
         if self.cuda:
             self.constants = torch.zeros(len(self.params), 8, device=device)  # bias corrections and the like
-            self.ring = [(torch.zeros(self.inputs.shape, dtype=torch.float64).pin_memory(), torch.cuda.Event())
-                         for _ in range(4)]
+            self.ring = [(torch.zeros_like(self.inputs, device="cpu").pin_memory(), torch.cuda.Event()) for _ in range(4)]
         self.uploads, self._built = 0, True
 
     def add_param_group(self, group) -> None:
@@ -707,10 +709,13 @@ class Adam(torch.optim.Optimizer):
         for f in fragments:
             if f.exp_avg is None:
                 f.exp_avg, f.exp_avg_sq = torch.zeros_like(f.master), torch.zeros_like(f.master)
+            for t in filter(lambda t: t is not None, (f.grad, f.exp_avg, f.exp_avg_sq, f.half)):
+                assert (t.shape, t.stride(), t.device) == (f.master.shape, f.master.stride(), f.master.device), f.name
             if self.cuda and f.master.is_cuda and f.master.dtype == torch.float32:
                 rows.append(f)
             elif f.master.numel():
-                self.calls.setdefault((int(self.group_of[f.index]), f.master.dtype, f.grad.dtype), []).append(
+                key = self.group_list[f.index], f.master.device, f.master.dtype, f.grad.dtype
+                self.calls.setdefault(key, []).append(
                     (f.index, *map(flat, (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half))))
         # Squares are summed in fp32 over 65,536 elements and in float64 above that: over 5e6 in fp32, 3e-4 is lost.
         self.pieces = {key: [c for row in call for c in row[2].split(65536)] for key, call in self.calls.items()}
@@ -720,8 +725,8 @@ class Adam(torch.optim.Optimizer):
                        + [f.master.numel(), f.index, code[f.grad.dtype] + 4 * code[f.half if f.half is None else f.half.dtype]]
                        for f in rows]
             chunks = [(r, c) for r, f in enumerate(rows) for c in range(-(-f.master.numel() // self.cuda.adam_chunk_numel()))]
-            self.table = torch.tensor(address, dtype=torch.int64).to(self.inputs.device)
-            self.chunks = torch.tensor(chunks, dtype=torch.int32).to(self.inputs.device)
+            self.table = torch.tensor(address, dtype=torch.int64, device=self.inputs.device)
+            self.chunks = torch.tensor(chunks, dtype=torch.int32, device=self.inputs.device)
             self.sums = torch.zeros(len(chunks), dtype=torch.float64, device=self.inputs.device)
         self.fragments = fragments  # keeps alive what the table points at
 
@@ -732,13 +737,13 @@ class Adam(torch.optim.Optimizer):
         if self.cuda:
             event.synchronize()
         rows = [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["adamw"]) for g in self.param_groups]
-        slot[: self.n_hyper] = torch.tensor(rows, dtype=torch.float64).reshape(-1)
+        slot[: self.n_hyper] = torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(-1)
         slot[self.n_hyper] = 0.0
         if self.params:
             slot[self.n_hyper + 1 :] = torch.frombuffer(self.present, dtype=torch.uint8)
         self.inputs.copy_(slot, non_blocking=True)
         if self.cuda:
-            event.record()
+            event.record(torch.cuda.current_stream(self.inputs.device))
         self.uploads += 1
 
     def square_sum(self) -> None:
@@ -746,9 +751,9 @@ class Adam(torch.optim.Optimizer):
         if self.cuda:
             self._call("adam_square_sums", self.table, self.chunks, len(self.chunks), self.sums)
             self._call("adam_total", self.sums, len(self.sums), self.inputs[self.n_hyper :])
-        for (_, dtype, _), pieces in self.pieces.items():
+        for (_, _, dtype, _), pieces in self.pieces.items():
             norms = torch._foreach_norm(pieces, 2, torch.promote_types(dtype, torch.float32))
-            self.inputs[self.n_hyper] += torch.stack(norms).double().square().sum()
+            self.inputs[self.n_hyper] += torch.stack(norms).double().square().sum().to(self.inputs.device)
 
     def update(self) -> None:
         """Norm, overflow flag, clip factor, loss scale and step counts, then Adam: left alone are parameters without a
@@ -767,27 +772,30 @@ class Adam(torch.optim.Optimizer):
             self.steps += (present > 0) & total.isfinite()
         if self.calls and not s.state[SKIPPED]:  # torch's Adam takes lists from the host: on a GPU it waits here
             factor, alive = float(s.state[FACTOR]), (present > 0).tolist()
-            for (k, dtype, _), call in self.calls.items():
-                self._torch_adam(self.param_groups[k], [row for row in call if alive[row[0]]], dtype, factor)
+            for (k, device, dtype, _), call in self.calls.items():
+                rows = [row for row in call if alive[row[0]]]
+                if rows:
+                    self._torch_adam(self.param_groups[k], rows, self.steps.to(device), dtype, factor)
 
-    def _torch_adam(self, group, rows, dtype, factor) -> None:
-        if rows:
-            index, master, grad, exp_avg, exp_avg_sq, half = map(list, zip(*rows))
-            grad = [g.to(dtype) for g in grad]
-            if factor != 1.0:
-                torch._foreach_mul_(grad, factor)
-            fused = torch._fused_adamw_ if group["adamw"] else torch._fused_adam_
-            fused(master, grad, exp_avg, exp_avg_sq, [], [self.steps[i] for i in index], lr=float(group["lr"]),
-                  beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
-                  amsgrad=False, maximize=False)
-            if half[0] is not None:
-                torch._foreach_copy_(half, master)
+    def _torch_adam(self, group, rows, steps, dtype, factor) -> None:
+        index, master, grad, exp_avg, exp_avg_sq, half = map(list, zip(*rows))
+        grad = [g.to(dtype) for g in grad]
+        if factor != 1.0:
+            torch._foreach_mul_(grad, factor)
+        fused = torch._fused_adamw_ if group["adamw"] else torch._fused_adam_
+        fused(master, grad, exp_avg, exp_avg_sq, [], [steps[i] for i in index], lr=float(group["lr"]),
+              beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+              amsgrad=False, maximize=False)
+        copies = [(h, p) for h, p in zip(half, master) if h is not None]
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies)))
 
     def _call(self, function: str, *args) -> None:
         """One launch on the current stream. Tensors pass as addresses; an error is raised with CUDA's own text."""
         c = {Tensor: lambda t: ctypes.c_void_p(t.data_ptr()), int: ctypes.c_int64, float: ctypes.c_double}
         stream = ctypes.c_void_p(torch.cuda.current_stream(self.inputs.device).cuda_stream)
-        code = getattr(self.cuda, function)(*(c[type(a)](a) for a in args), stream)
+        with torch.cuda.device(self.inputs.device):
+            code = getattr(self.cuda, function)(*(c[type(a)](a) for a in args), stream)
         if code:
             raise RuntimeError(f"{function}: {self.cuda.adam_error(code).decode()}")
 # <<< shared block: adam
