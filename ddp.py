@@ -222,26 +222,29 @@ class DDP:
         counts = [torch.zeros((), dtype=torch.float64, device=self.device) + weigh(piece) for piece in pieces]
         total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=self.device)
         # before: each rank knows the weight of its own pieces.  after: every rank the sum over all of them.
-        # sends: 8 bytes (ring: 2(N-1)/N of them); needed only when backward starts, so it overlaps with the first forward.
+        # sends: 2(N-1)/N * 8 bytes; needed when the first backward starts, so it overlaps with the first forward.
         total_work = self._all_reduce(total, async_op=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for k, (piece, count) in enumerate(zip(pieces, counts)):
             with self._autocast():
                 loss = model_loss(self.module, piece, loss_fn)
-            if total_work is not None:
-                total_work.wait()
-                total_work = None
+            if k == 0:
+                wait(total_work)
             share = torch.where(total > 0, count / total, 0.0)
-            with contextlib.nullcontext() if k == len(pieces) - 1 else self.no_sync():
-                self._backward(loss, share)
-            loss_sum += torch.where(share > 0, loss.detach().double() * share, 0.0)  # 0 labels: the loss is NaN, its share 0
-        if not pieces:  # this rank has no samples: its gradients are zeros, but the others wait for them
-            if total_work is not None:
-                total_work.wait()
+            loss_sum += torch.where(share > 0, loss.detach().double() * share, 0.0)  # no labels: the loss is NaN, its share 0
+            if k < len(pieces) - 1:
+                with self.no_sync():
+                    self._backward(loss, share)
+        # before: each rank has the weighted losses of its own pieces.  after: all have the sum.
+        # sends: 2(N-1)/N * 8 bytes while the last backward runs.
+        loss_work = self._all_reduce(loss_sum, async_op=True)
+        if pieces:
+            self._backward(loss, share)
+        else:  # this rank has no samples: its gradients are zeros, but the others wait for them
+            wait(total_work)
             self._begin_backward()
             self._end_backward()
-        # before: each rank has the weighted losses of its own pieces.  after: all have the sum.  sends: 8 bytes.
-        self._all_reduce(loss_sum)
+        wait(loss_work)
         return loss_sum if self.params and self.params[0].dtype == torch.float64 else loss_sum.float()
 
     # ---- 2. backward, and the reduction inside it --------------------------------------------------------------------
@@ -272,15 +275,11 @@ class DDP:
         try:
             loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
         except BaseException:
-            for bucket in self.buckets:  # do not leave a collective of this backward to be met by a later one
-                if bucket.work is not None:
-                    bucket.work.wait()
-                    bucket.work = None
-            raise
-        finally:
             self._in_backward = False
-        if self._sync:
-            self._end_backward()
+            for bucket in self.buckets:  # do not leave a collective of this backward to be met by a later one
+                bucket.work = wait(bucket.work)
+            raise
+        self._end_backward()
 
     def _begin_backward(self) -> None:
         for name, p in self._frozen:
@@ -353,24 +352,25 @@ class DDP:
         self._launched += 1
 
     def _end_backward(self) -> None:
-        """Send the buckets that are not under way (a gradient of theirs never came), then wait for all of them: under NCCL
-        the stream waits, under gloo this thread."""
+        """Autograd is through. Outside no_sync: send what is not under way yet, then wait for all of it; under NCCL the
+        stream waits, under gloo this thread."""
         self._in_backward = False
-        for bucket in self.buckets[self._launched:]:
+        if self._sync:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        for bucket in self.buckets[self._launched :]:  # a gradient of theirs never came
             self._fill(bucket, bucket.views)
             self._launch(bucket)
+        # before: rank r knows which parameters received a gradient on r.  after: on how many ranks, for each parameter.
+        # sends: 2(N-1)/N * 8 bytes per parameter tensor, behind the last bucket.
+        self.optimizer.send_presence()
+        presence_work = self._all_reduce(self.optimizer.presence, async_op=True)
         for bucket in self.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            bucket.work = wait(bucket.work)
+        wait(presence_work)
         self._reduced = True
         self._arrival = self._arrival or self._order
-
-    def _reduce_what_is_left(self) -> None:
-        """Every backward since the last step was inside no_sync (or there was none): reduce now."""
-        if not self._reduced:
-            self._launched, self._order = 0, []
-            self._end_backward()
 
     # ---- 3. step -----------------------------------------------------------------------------------------------------
 
@@ -379,24 +379,20 @@ class DDP:
         self.optimizer.step()  # through the optimizer, so that schedulers see the call; it calls `_step`
 
     def _step(self) -> None:
-        self._reduce_what_is_left()
-        adam = self.optimizer
-        adam.upload()
-        # before: rank r knows which parameters received a gradient on r.  after: on how many ranks, for each parameter.
-        # sends: 2(N-1)/N * 8 bytes per parameter tensor; meanwhile the squares are summed. The gradients themselves
-        # are equal on all ranks by now, and so are their norm and an inf in them.
-        presence_work = self._all_reduce(adam.inputs[adam.n_hyper + 1:], async_op=True)
+        if not self._reduced:  # every backward since the last step was inside no_sync, or there was none
+            self._begin_backward()
+            self._in_backward = False
+            self._reduce()
         # before: BatchNorm's running means and variances of rank r's samples.  after: their sum, then the mean.
         # sends: 2(N-1)/N * 4 bytes per element; needed by nobody before the next forward.
         statistics_works = [self._all_reduce(flat, async_op=True) for flat in self._statistics]
-        adam.square_sum()
-        if presence_work is not None:
-            presence_work.wait()
-        adam.update()
+        # From here on every rank has the same gradients, so the same norm, the same inf, and the same update.
+        self.optimizer.send_hyperparameters()
+        self.optimizer.square_sum()
+        self.optimizer.update()
         for flat, work in zip(self._statistics, statistics_works):
-            if work is not None:
-                work.wait()
-                flat.div_(self.world_size)
+            wait(work)
+            flat.div_(self.world_size)
         if not self._rebuilt:
             self._rebuild_buckets()
         self.zero_grad()
@@ -449,7 +445,10 @@ class DDP:
         zeros where no rank had one. A collective, between the last backward and `step`."""
         if name not in self.names:
             raise ValueError(f"{name!r} is not a trained parameter; trained are {', '.join(self.names[:8])}, ...")
-        self._reduce_what_is_left()
+        if not self._reduced:
+            self._begin_backward()
+            self._in_backward = False
+            self._reduce()
         grad = self.fragments[self.names.index(name)].grad
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         return grad.to("cpu", dtype, copy=True) / self.scaler.state[SCALE].item()
@@ -516,6 +515,12 @@ class DDP:
             dist.broadcast(sent, group=self.group, group_src=0)
             tensor.copy_(sent)
         return tensor
+
+
+def wait(work: dist.Work | None) -> None:
+    """Wait for a collective, if there is one: on one rank there is not."""
+    if work is not None:
+        work.wait()
 
 
 # ---- shared blocks: the same text in every strategy file -------------------------------------------------------------
@@ -656,7 +661,7 @@ class Adam(torch.optim.Optimizer):
     """Adam (arXiv:1412.6980, Algorithm 1) and AdamW (arXiv:1711.05101, Algorithm 2) over the fragments of this rank.
 
     Schedulers see a torch optimizer with the user's groups and Parameters; `step` and `zero_grad` are the engine's, which
-    calls, once per step, `upload`, then `square_sum`, sums over the ranks what they do not share, then `update`.
+    calls `send_presence`, `send_hyperparameters`, `square_sum`, sums over ranks what they do not share, then `update`.
     fp32 masters on a GPU go through adam_cuda.cu, all in one launch; everything else through torch's fused Adam.
     `inputs`, float64 on the device: six hyperparameters per group | sum of squares | per parameter: had it a gradient?
     """
@@ -676,12 +681,13 @@ class Adam(torch.optim.Optimizer):
         self.group_list = [group_of[p] for p in self.params]
         self.group_of = torch.tensor(self.group_list, dtype=torch.int64, device=device)
         self.inputs = torch.zeros(self.n_hyper + 1 + len(self.params), dtype=torch.float64, device=device)
+        self.presence = self.inputs[self.n_hyper + 1 :]
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=device)  # updates each parameter has had
         self.cuda = adam_library(device)
         if self.cuda:
             self.constants = torch.zeros(len(self.params), 8, device=device)  # bias corrections and the like
-            self.ring = [(torch.zeros_like(self.inputs, device="cpu").pin_memory(), torch.cuda.Event()) for _ in range(4)]
-        self.uploads, self._built = 0, True
+            self.ring = [(torch.zeros_like(self.inputs, device="cpu").pin_memory(), torch.cuda.Event()) for _ in range(8)]
+        self.sent, self._built = 0, True
 
     def add_param_group(self, group) -> None:
         if getattr(self, "_built", False):
@@ -722,29 +728,32 @@ class Adam(torch.optim.Optimizer):
         if self.cuda:
             code = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
             address = [[0 if t is None else t.data_ptr() for t in (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half)]
-                       + [f.master.numel(), f.index, code[f.grad.dtype] + 4 * code[f.half if f.half is None else f.half.dtype]]
-                       for f in rows]
+                       + [f.master.numel(), f.index, code[f.grad.dtype] + 4 * code[getattr(f.half, "dtype", None)]] for f in rows]
             chunks = [(r, c) for r, f in enumerate(rows) for c in range(-(-f.master.numel() // self.cuda.adam_chunk_numel()))]
             self.table = torch.tensor(address, dtype=torch.int64, device=self.inputs.device)
             self.chunks = torch.tensor(chunks, dtype=torch.int32, device=self.inputs.device)
             self.sums = torch.zeros(len(chunks), dtype=torch.float64, device=self.inputs.device)
         self.fragments = fragments  # keeps alive what the table points at
 
-    def upload(self) -> None:
-        """Send this step's hyperparameters and presence to the device, without waiting. A pinned slot is used again only
-        when the copy from it, four steps ago, is over."""
-        slot, event = self.ring[self.uploads % 4] if self.cuda else (self.inputs.cpu(), None)
-        if self.cuda:
-            event.synchronize()
-        rows = [(g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["adamw"]) for g in self.param_groups]
-        slot[: self.n_hyper] = torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(-1)
-        slot[self.n_hyper] = 0.0
+    def send_hyperparameters(self) -> None:
+        rows = [[g["lr"], *g["betas"], g["eps"], g["weight_decay"], g["adamw"]] for g in self.param_groups]
+        self._send(self.inputs[: self.n_hyper + 1], torch.tensor(sum(rows, []) + [0], dtype=torch.float64, device="cpu"))
+
+    def send_presence(self) -> None:
         if self.params:
-            slot[self.n_hyper + 1 :] = torch.frombuffer(self.present, dtype=torch.uint8)
-        self.inputs.copy_(slot, non_blocking=True)
+            self._send(self.presence, torch.frombuffer(self.present, dtype=torch.uint8))
+
+    def _send(self, to: Tensor, values: Tensor) -> None:
+        """Copy host values to the device without waiting. On a GPU through a pinned slot, which is used again only when the
+        copy from it, several steps ago, is over."""
+        if self.cuda:
+            slot, event = self.ring[self.sent % len(self.ring)]
+            event.synchronize()
+            values = slot[: len(values)].copy_(values)
+        to.copy_(values, non_blocking=True)
         if self.cuda:
             event.record(torch.cuda.current_stream(self.inputs.device))
-        self.uploads += 1
+            self.sent += 1
 
     def square_sum(self) -> None:
         """inputs[n_hyper] = sum of squares of this rank's gradients as they stand, still times the loss scale."""
@@ -758,7 +767,7 @@ class Adam(torch.optim.Optimizer):
     def update(self) -> None:
         """Norm, overflow flag, clip factor, loss scale and step counts, then Adam: left alone are parameters without a
         gradient on any rank, and everything if the sum of squares is not finite."""
-        s, total, present = self.scaler, self.inputs[self.n_hyper], self.inputs[self.n_hyper + 1 :]
+        s, total, present = self.scaler, self.inputs[self.n_hyper], self.presence
         if self.cuda:
             self._call("adam_prepare", self.inputs[self.n_hyper :], self.inputs, self.group_of, present, len(self.params),
                        self.steps, self.constants, s.state, float(self.max_norm), float(s.growth), float(s.backoff),

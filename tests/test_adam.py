@@ -120,7 +120,8 @@ class Engine:
         return arrived
 
     def _step(self) -> None:
-        self.optimizer.upload()
+        self.optimizer.send_presence()
+        self.optimizer.send_hyperparameters()
         self.optimizer.square_sum()
         self.optimizer.update()
         self.zero_grad()

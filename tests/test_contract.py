@@ -414,9 +414,10 @@ def overlap_log(name):
             log.clear()
             engine.forward_backward(torch.randn(4, 64), 2, lambda out, x: out.square().mean())
             last_backward = len(log) - 1 - log[::-1].index("first layer")
-            sent_before = [e for e in log[:last_backward] if e != "first layer" and e > 1]  # 1 element: the sum of weights
-            assert len(sent_before) >= 4 and len(engine.buckets) >= 6, (log, len(engine.buckets))
-            assert [e for e in log if e != "first layer" and e > 1] == [b.flat.numel() for b in engine.buckets], log
+            # beside the buckets: one element for the sum of weights, one for the loss; last the presence of each parameter
+            sizes, last = [b.flat.numel() for b in engine.buckets], len(engine.params)
+            assert len(sizes) >= 6 and [e for e in log if e != "first layer"] == [1, 1, *sizes, last], log
+            assert log[:last_backward].count("first layer") == 1 and len(log[:last_backward]) >= 3 + len(sizes) - 1, log
             engine.step()
     finally:
         dist.all_reduce = all_reduce
