@@ -29,7 +29,7 @@ sent bucket 1, the two would be added up without an error.
 What is left out: buckets of sparse gradients (refused by name), models spread over several devices (refused).
 Not here yet, and an error that says so: save, load, capture, compression.
 
-PyTorch Distributed, arXiv:2006.15704 (buckets §3.2.2, overlap §3.2.3, unused parameters §3.2.4, no_sync §3.2.4);
+PyTorch Distributed, arXiv:2006.15704 (buckets §3.2.2, overlap and unused parameters §3.2.3, no_sync §3.2.4);
 ring all-reduce: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), §3; loss scale: arXiv:1710.03740 §3.2.
 
     engine = DDP(model, [{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=1e-4, weight_decay=0.01)
@@ -274,10 +274,11 @@ class DDP:
         self._begin_backward()
         try:
             loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
-        except BaseException:
+        except BaseException:  # some buckets are summed, others not: what has accumulated is lost, nothing stays in flight
             self._in_backward = False
-            for bucket in self.buckets:  # do not leave a collective of this backward to be met by a later one
+            for bucket in self.buckets:
                 bucket.work = wait(bucket.work)
+            self.zero_grad()
             raise
         self._end_backward()
 
@@ -358,6 +359,13 @@ class DDP:
         if self._sync:
             self._reduce()
 
+    def _reduce_what_is_left(self) -> None:
+        """Every backward since the last step was inside no_sync, or there was none: an empty one reduces."""
+        if not self._reduced:
+            self._begin_backward()
+            self._in_backward = False
+            self._reduce()
+
     def _reduce(self) -> None:
         for bucket in self.buckets[self._launched :]:  # a gradient of theirs never came
             self._fill(bucket, bucket.views)
@@ -379,10 +387,7 @@ class DDP:
         self.optimizer.step()  # through the optimizer, so that schedulers see the call; it calls `_step`
 
     def _step(self) -> None:
-        if not self._reduced:  # every backward since the last step was inside no_sync, or there was none
-            self._begin_backward()
-            self._in_backward = False
-            self._reduce()
+        self._reduce_what_is_left()
         # before: BatchNorm's running means and variances of rank r's samples.  after: their sum, then the mean.
         # sends: 2(N-1)/N * 4 bytes per element; needed by nobody before the next forward.
         statistics_works = [self._all_reduce(flat, async_op=True) for flat in self._statistics]
@@ -445,10 +450,7 @@ class DDP:
         zeros where no rank had one. A collective, between the last backward and `step`."""
         if name not in self.names:
             raise ValueError(f"{name!r} is not a trained parameter; trained are {', '.join(self.names[:8])}, ...")
-        if not self._reduced:
-            self._begin_backward()
-            self._in_backward = False
-            self._reduce()
+        self._reduce_what_is_left()
         grad = self.fragments[self.names.index(name)].grad
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         return grad.to("cpu", dtype, copy=True) / self.scaler.state[SCALE].item()
