@@ -69,7 +69,7 @@ class Bucket:
     flat: Tensor
     views: dict[int, Tensor]
     missing: int = 0  # gradients of this backward that have not arrived yet
-    work: dist.Work | None = None  # the all-reduce in flight
+    work: "dist.Work | HalfSum | Fp8Sum | None" = None  # the reduction in flight
 
 
 class DDP:
@@ -89,8 +89,8 @@ class DDP:
                  max_scale=2.0**24, bucket_mb=25.0, first_bucket_mb=1.0, compression=None, group=None):
         if precision not in HALF:
             raise ValueError(f"precision must be one of {', '.join(HALF)}, got {precision!r}")
-        if compression is not None:
-            raise NotImplementedError(f"compression={compression!r}: compressed gradients are not in ddp.py yet")
+        if compression not in (None, *COMPRESSION):
+            raise ValueError(f"compression must be None or one of {', '.join(COMPRESSION)}, got {compression!r}")
         if bucket_mb <= 0 or first_bucket_mb <= 0:
             raise ValueError(f"bucket_mb and first_bucket_mb must be positive, got {bucket_mb} and {first_bucket_mb}")
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
@@ -99,7 +99,7 @@ class DDP:
         self.module, self.device, self.group = model, devices.pop(), group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.half = HALF[precision]
+        self.half, self.compression = HALF[precision], COMPRESSION.get(compression)
         self.bucket_bytes, self.first_bucket_bytes = bucket_mb * 2**20, first_bucket_mb * 2**20
         self.traffic: dict[str, int] = {}  # bytes sent by this rank in the last step, by collective
         self._sent: dict[str, int] = {}  # the same, of the step that is under way
@@ -349,7 +349,12 @@ class DDP:
         # before: rank r holds flat_r (numel,), its own gradients times share and scale.  after: all hold sum_r flat_r.
         # sends: 2(N-1)/N * numel * 4 bytes in fp32. NCCL works on its own stream, gloo in its own thread: until `_end_backward`
         # waits, autograd computes the earlier layers.
-        bucket.work = self._all_reduce(bucket.flat, async_op=True)
+        if self.compression is None or self.world_size == 1:
+            bucket.work = self._all_reduce(bucket.flat, async_op=True)
+        else:
+            if self._launched:
+                self.buckets[self._launched - 1].work.advance()
+            bucket.work = self.compression(self, bucket.flat)
         self._launched += 1
 
     def _end_backward(self) -> None:
@@ -506,9 +511,11 @@ class DDP:
         """All-reduce in place and count what a ring sends; None without `async_op`, on one rank, or for no elements."""
         if self.world_size == 1 or tensor.numel() == 0:
             return None
-        sent = 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size
-        self._sent["all_reduce"] = self._sent.get("all_reduce", 0) + sent
+        self._count("all_reduce", 2 * (self.world_size - 1) * tensor.numel() * tensor.element_size() // self.world_size)
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+
+    def _count(self, collective: str, sent_bytes: int) -> None:
+        self._sent[collective] = self._sent.get(collective, 0) + sent_bytes
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor`, any strides, with that of the group's first rank."""
@@ -519,10 +526,186 @@ class DDP:
         return tensor
 
 
-def wait(work: dist.Work | None) -> None:
+def wait(work) -> None:
     """Wait for a collective, if there is one: on one rank there is not."""
     if work is not None:
         work.wait()
+
+
+# ---- compressed gradients: may be skipped on a first reading -----------------------------------------------------------
+
+
+class HalfSum:
+    """A bucket's all-reduce in bf16 or fp16: half the bytes of fp32. `start` sends, `wait` puts the sum into the bucket.
+
+    Each of the N - 1 additions of the ring rounds to 8 (bf16) or 11 (fp16) bits. fp16 overflows above 65504 and loses what
+    is below 6e-8; an overflow is an inf in the sum, which skips the step.
+    """
+
+    def __init__(self, engine: DDP, flat: Tensor, dtype: torch.dtype):
+        self.flat, self.small = flat, flat.to(dtype)
+        self.work = engine._all_reduce(self.small, async_op=True)
+
+    def advance(self) -> None:
+        """There is one phase only."""
+
+    def wait(self) -> None:
+        wait(self.work)
+        self.flat.copy_(self.small)
+
+
+class Fp8Sum:
+    """A bucket's all-reduce in fp8, a quarter of the bytes of fp32, without ever adding in fp8.
+
+                 rank 0              rank 1
+    quantize     [ a0 | a1 ]         [ b0 | b1 ]           e4m3 (4 significant bits) and one fp32 scale per 256 elements
+    all-to-all   [ a0 | b0 ]         [ a1 | b1 ]           slice r of everybody goes to rank r
+    sum          a0 + b0             a1 + b1               in fp32, then quantized again
+    all-gather   [ sum0 | sum1 ]     [ sum0 | sum1 ]       the same bytes on every rank, so the same gradient
+
+    Sends 2 (N-1)/N bytes per element, and 1/64 more for the scales. Rounds each addend and the sum once, by 2^-4 of its own
+    size at most, so the error of a gradient is a few percent of its norm (test_ddp.py states it). inf and NaN turn their
+    block into NaN, which skips the step.
+    """
+
+    BLOCK = 256
+
+    def __init__(self, engine: DDP, flat: Tensor):
+        self.engine, self.flat, self.gather = engine, flat, None
+        n = engine.world_size
+        self.slice_numel = -(-flat.numel() // (n * self.BLOCK)) * self.BLOCK
+        padded = nn.functional.pad(flat.float(), (0, n * self.slice_numel - flat.numel()))
+        packed = self._pack(padded.view(n, self.slice_numel))
+        self.received = torch.empty_like(packed)
+        # before: rank r holds packed (N, bytes), row s its share of slice s.  after: received, row s what rank s had of
+        # slice r.  sends: (N-1)/N of (1 + 1/64) bytes per element; `advance` waits, before the next bucket is sent.
+        self.exchange = dist.all_to_all_single(self.received, packed, group=engine.group, async_op=True)
+        engine._count("all_to_all", packed.numel() * (n - 1) // n)
+
+    def advance(self) -> None:
+        """Second phase: sum the own slice in fp32 and send it to everybody."""
+        if self.gather is None:
+            self.exchange.wait()
+            own = self._pack(self._unpack(self.received).sum(0, keepdim=True))
+            # before: rank r holds the sum of slice r.  after: all hold all slices, in order.  sends: as much as the first.
+            self.gather = dist.all_gather_into_tensor(self.received, own, group=self.engine.group, async_op=True)
+            self.engine._count("all_gather", own.numel() * (self.engine.world_size - 1))
+
+    def wait(self) -> None:
+        self.advance()
+        self.gather.wait()
+        self.flat.copy_(self._unpack(self.received).view(-1)[: self.flat.numel()])
+
+    def _pack(self, x: Tensor) -> Tensor:
+        """(rows, numel) fp32 -> (rows, numel + numel / 64) bytes: the fp8 values, then the scales. As bytes, because not every
+        backend knows fp8; nobody adds them."""
+        blocks = x.view(len(x), -1, self.BLOCK)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest == 0, 1.0, largest / 448)  # 448 is e4m3's largest number
+        values = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+        return torch.cat([values, scale.flatten(1).contiguous().view(torch.uint8)], dim=1)
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """The inverse: (rows, numel) fp32."""
+        values = packed[:, : self.slice_numel].contiguous().view(torch.float8_e4m3fn).float()
+        scale = packed[:, self.slice_numel :].contiguous().view(torch.float32)
+        return (values.view(len(packed), -1, self.BLOCK) * scale.unsqueeze(-1)).flatten(1)
+
+
+COMPRESSION = {
+    "bf16": lambda engine, flat: HalfSum(engine, flat, torch.bfloat16),
+    "fp16": lambda engine, flat: HalfSum(engine, flat, torch.float16),
+    "fp8": Fp8Sum,
+}
+
+
+# ---- BatchNorm over the samples of all ranks: may be skipped on a first reading -----------------------------------------
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm whose mean and variance are those of all ranks' samples together, in forward and in backward.
+
+    Input (samples, C, ...), as many samples on each rank as it likes; in training every rank must call it equally often.
+    Equal to nn.BatchNorm in one process on the whole batch. In evaluation, and on one rank, it is nn.BatchNorm.
+    `sync_batchnorm(model)` puts it in the place of every nn.BatchNorm. Its own traffic is not in `engine.traffic`.
+    """
+
+    group = None
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"SyncBatchNorm needs (samples, channels, ...), got shape {tuple(x.shape)}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+            return super().forward(x)
+        y, mean, var, count = _SyncNorm.apply(x, self.weight, self.bias, self.eps, self.group)
+        if self.track_running_stats:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                factor = self.momentum
+                if factor is None:  # the plain mean over all batches so far
+                    factor = (1 / self.num_batches_tracked.double()).to(self.running_mean.dtype)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+                self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), factor)  # unbiased
+        return y
+
+
+class _SyncNorm(torch.autograd.Function):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, arXiv:1502.03167 Algorithm 1, with mean and var over all ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, group):
+        wide = x if x.dtype == torch.float64 else x.float()
+        dims = [d for d in range(x.dim()) if d != 1]
+        numel = x.numel() // x.shape[1]
+        var, mean = torch.var_mean(wide, dims, correction=0) if numel else wide.new_zeros(2, x.shape[1])
+        own = torch.cat([mean, var, mean.new_full((1,), numel)])
+        everyone = own.new_empty(dist.get_world_size(group) * len(own))
+        # before: rank r holds (2C + 1,): mean, variance and number of its own values.  after: all hold everybody's.
+        # sends: (N-1) * (2C + 1) * 4 bytes; the next operation needs it, so everybody waits.
+        dist.all_gather_into_tensor(everyone, own, group=group)
+        means, variances, counts = everyone.view(-1, len(own)).split([x.shape[1], x.shape[1], 1], dim=1)
+        count = counts.sum()
+        mean = (counts * means).sum(0) / count
+        var = (counts * (variances + (means - mean).square())).sum(0) / count  # within the ranks and between them
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), count)
+        ctx.group, ctx.dims = group, dims
+        ctx.mark_non_differentiable(mean, var, count)
+        y = nn.functional.batch_norm(wide, mean, var, weight, bias, training=False, eps=eps)
+        return y.to(x.dtype), mean, var, count
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        x, weight, mean, inverse_std, count = ctx.saved_tensors
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        grad = grad.to(mean.dtype)
+        normed = (x.to(mean.dtype) - mean.view(shape)) * inverse_std.view(shape)
+        grad_bias, grad_weight = grad.sum(ctx.dims), (grad * normed).sum(ctx.dims)
+        sums = torch.cat([grad_bias, grad_weight])
+        # before: sums over the own samples.  after: over all samples.  sends: 2(N-1)/N * 2C * 4 bytes; everybody waits.
+        # weight and bias get the sums of this rank alone: their gradients are reduced later, like all others.
+        dist.all_reduce(sums, group=ctx.group)
+        mean_grad, mean_grad_normed = (sums / count).view(2, -1)
+        grad_x = grad - mean_grad.view(shape) - normed * mean_grad_normed.view(shape)
+        grad_x = grad_x * (inverse_std if weight is None else inverse_std * weight).view(shape)
+        has_affine = weight is not None
+        return grad_x.to(x.dtype), grad_weight if has_affine else None, grad_bias if has_affine else None, None, None
+
+
+def sync_batchnorm(module: nn.Module, group=None) -> nn.Module:
+    """Replace every nn.BatchNorm1d/2d/3d in `module` by SyncBatchNorm, with the same parameter and buffer objects, before the
+    engine is built. Returns the module (a new one if it is itself a BatchNorm)."""
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+        synced = SyncBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            setattr(synced, name, tensor)
+        synced.group = group
+        return synced.train(module.training)
+    for name, child in module.named_children():
+        setattr(module, name, sync_batchnorm(child, group))
+    return module
 
 
 # ---- shared blocks: the same text in every strategy file -------------------------------------------------------------

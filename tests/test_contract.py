@@ -216,11 +216,12 @@ def loopback():
         return sum(int(line.split()[9]) for line in f if line.strip().startswith("lo:"))
 
 
-def wire_bytes(name, width):
+def wire_bytes(name, width, **knobs):
     """Bytes per rank of a step of four layers of width x width, by the loopback device (the least of six steps after the first,
     since other programs only add) and by the engine."""
     torch.manual_seed(0)
-    engine = build_engine(name, nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), precision="fp32", bucket_mb=4.0)
+    engine = build_engine(name, nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), precision="fp32",
+                          **{"bucket_mb": 4.0, **knobs})
     x, sent = torch.randn(2, width), []
     for _ in range(7):
         dist.barrier()
@@ -722,8 +723,9 @@ def wrong_use(name):
         build_engine(name, build("plain"), precision="fp8")
     with raises(RuntimeError, "fixed"):
         engine.optimizer.add_param_group(dict(params=[]))
-    for refused in (lambda: engine.save("x"), lambda: engine.load("x"), lambda: engine.capture(batch),
-                    lambda: build_engine(name, build("plain"), compression="fp8")):
+    with raises(ValueError, "compression", "fp7"):
+        build_engine(name, build("plain"), compression="fp7")
+    for refused in (lambda: engine.save("x"), lambda: engine.load("x"), lambda: engine.capture(batch)):
         with raises(NotImplementedError, "not in"):
             refused()
     model = build("plain")
