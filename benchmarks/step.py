@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --steps 40
 
 Every engine trains its own copy of the model. In each round every one of them takes `--block` steps, one after the other, so that a
-machine whose speed drifts slows all of them alike. Bytes are those of the loopback device during one step, per rank and
-parameter, less those of the barriers around it (Linux, CPU ranks). "again" is the peer a second time: how far its ratio is from 1
+machine whose speed drifts slows all of them alike. Bytes are those that rank 0's sockets deliver during one step, per
+parameter (Linux, CPU ranks). "again" is the peer a second time: how far its ratio is from 1
 says how much of the other ratios is noise. Prints one table and, with --json, appends one line per row to a file.
 """
 import argparse
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
-from ddp import DDP, distributed, loopback_bytes  # noqa: E402
+from ddp import DDP, distributed, sent_bytes  # noqa: E402
 
 
 def bert(rank, device):
@@ -93,12 +93,10 @@ def measure(work, precision, args, device):
         for _ in range(3):
             step(batch)
         wait()
-        before = loopback_bytes()
-        wait()
-        between = loopback_bytes()
+        before = sent_bytes()
         step(batch)
         wait()
-        sent[name] = (loopback_bytes() - between - (between - before)) / ranks / numel
+        sent[name] = (sent_bytes() - before) / numel
     names = list(steps)
     for k in range(args.steps // args.block):
         for name in names[k % len(names) :] + names[: k % len(names)]:  # nobody always comes first
