@@ -159,6 +159,7 @@ class DDP:
             hook.remove()
         HOOKS[model] = [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
                         for i, p in enumerate(self.params)]
+        self.zero_grad()  # gradients from before belong to nobody
         self._sent = {}  # what construction sent is no step's
 
     # ---- 0. before training: who holds what --------------------------------------------------------------------------

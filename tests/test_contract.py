@@ -5,6 +5,7 @@ value is 0 is not multiplied by lr/eps), losses, norms; ranks bitwise. float64 l
 1e-16 per operation; 1e-10 is far above that and far below any wrong factor. Two CPU ranks and more; about two minutes.
 Numbers in test names ("case 1") are those of the list of faults that users of comparable systems reported.
 """
+import collections
 import gc
 import warnings
 
@@ -742,6 +743,76 @@ def wrong_use(name):
     moved.module.float()
     with raises(RuntimeError, "layers.0.weight", "moved"):
         moved.forward_backward((batch[0].float(), batch[1]), 1, loss_fn)
+
+
+def taken_over(name):
+    """What must not silently go wrong: a second engine for a model, errors that are caught, half losses, odd batches."""
+    batch, loss_fn = global_batch("plain", 4, dist.get_rank())
+    model = build("plain")
+    for _ in range(2):  # the second engine takes the model over; the first one's hooks would refuse its backward
+        engine = build_engine(name, model, precision="fp32")
+        engine.forward_backward(batch, loss_fn=loss_fn)
+        expected = engine.full_grad("layers.0.weight")
+    engine.zero_grad()
+
+    def again():
+        engine.forward_backward(batch, loss_fn=loss_fn)
+        assert torch.equal(engine.full_grad("layers.0.weight"), expected)
+        engine.zero_grad()
+
+    # an exception in the second micro-batch's forward, caught: the first one's gradient must not stay
+    calls = []
+    with raises(ZeroDivisionError, "division"):
+        engine.forward_backward(batch, 2, lambda out, b: 1 // 0 if calls else (calls.append(0), cross_entropy(out, b))[1])
+    again()
+    with raises(RuntimeError, "engine.backward(loss)"):
+        loss_fn(engine(batch[0]), batch).backward()
+    again()
+    engine.forward_backward(batch, loss_fn=loss_fn)
+    model.zero_grad()
+    with raises(RuntimeError, "layers.0.weight.grad was replaced or removed"):
+        engine.step()
+    engine.zero_grad()
+    again()
+    # a loss of shape (1,), a named tuple, scalars beside tensors
+    named = collections.namedtuple("Batch", "x y note")(*batch, 3)
+    loss = engine.forward_backward(named, 2, lambda out, b: cross_entropy(out, (b.x, b.y)).reshape(1))
+    assert loss.shape == ()
+    torch.testing.assert_close(engine.full_grad("layers.0.weight"), expected)
+    engine.zero_grad()
+    with raises(ValueError, "agree in dim 0", "str"):
+        engine.forward_backward("no tensor", loss_fn=loss_fn)
+    with raises(ValueError, "cannot cut a list of int"):
+        engine.forward_backward((batch[0], [0, 1, 2, 0]), 2, loss_fn)
+    # half-precision losses: 65536 is past fp16's end
+    half = build_engine(name, build("plain", dtype=torch.float32), precision="fp16")
+    x = batch[0].float()
+    half.backward(half(x).mean())
+    assert half(x).dtype == torch.float16
+    half.step()
+    assert not half.skipped
+    # settings and memory layouts that differ between ranks
+    layout = torch.channels_last if dist.get_rank() else torch.contiguous_format
+    with raises(ValueError, "strides"):
+        build_engine(name, nn.Conv2d(2, 2, 3).to(memory_format=layout), precision="fp32")
+    with raises(ValueError, "settings"):
+        build_engine(name, build("plain"), precision="fp32", max_norm=float(dist.get_rank()))
+
+
+@engines
+def test_nothing_goes_wrong_silently(pool, name):
+    pool.run(2, taken_over, name)
+
+
+def test_tokens_are_counted_by_the_model_class():
+    """Causal: the first label of each row has nothing to predict it. Also through torch.compile's wrapper."""
+    from ddp import default_weight
+    labels = torch.tensor([[1, 2, -100, 3], [-100, -100, 4, 5]])
+    causal, masked = build("gpt2"), build("bert-mlm")
+    assert default_weight(causal, dict(labels=labels)) == 4 and default_weight(masked, dict(labels=labels)) == 5
+    assert default_weight(torch.compile(causal), dict(labels=labels)) == 4
+    assert default_weight(causal, dict(labels=labels), loss_fn=len) == 2  # the loss is the caller's: samples
+    assert default_weight(causal, dict(labels=labels.float())) == 2 and default_weight(causal, (labels,)) == 2
 
 
 @engines

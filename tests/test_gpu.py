@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import test_contract as contract
+import test_ddp
 import torch
 import torch.distributed as dist
 from models import Reference, assert_same_on_all_ranks, build, build_engine, global_batch, rows, two_groups
@@ -79,7 +80,7 @@ def test_overflow_on_one_rank(pool, precision):
 
 
 @pytest.mark.parametrize("case", ["accumulation_numbers", "varying_micro_batches", "uneven_ranks", "weighted_mean",
-                                  "opposite_order"])
+                                  "opposite_order", "taken_over"])
 def test_cases_on_two_ranks(pool, case):
     if len(rank_counts()) < 2:
         pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
@@ -121,3 +122,78 @@ def no_host_wait(name, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_host_wait(run, precision):
     run(no_host_wait, "ddp", precision)
+
+
+def capture_a_step():
+    """A whole step as one CUDA graph, by hand: nothing in the blocks may stand in its way. Beside the eager engine, bit for bit
+    over 10 steps with a schedule and one overflow; what the host sends (learning rates) is sent before each replay."""
+    def schedule(engine):
+        return torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda t: 1 / (1 + t))
+
+    loss_fn = contract.cross_entropy
+    engines = [build_engine("ddp", build("plain", dtype=torch.float32), precision="fp16", max_norm=0.5, lr=0.01) for _ in range(2)]
+    eager, captured = engines
+    schedules = [schedule(e) for e in engines]
+    batches = [global_batch("plain", 8, step, torch.float32)[0] for step in range(14)]
+    batches[9] = (batches[9][0] * float("inf"), batches[9][1])
+
+    def step(engine, batch):
+        loss = engine.forward_backward(batch, 2, loss_fn)
+        engine.step()
+        return loss
+
+    static = tuple(t.clone() for t in batches[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for k in range(4):
+            for t, new in zip(static, batches[k], strict=True):
+                t.copy_(new)
+            step(captured, static)
+            schedules[1].step()
+    torch.cuda.current_stream().wait_stream(side)
+    for k in range(4):
+        step(eager, batches[k])
+        schedules[0].step()
+    adam, graph = captured.optimizer, torch.cuda.CUDAGraph()
+    sent, adam._send = adam._send, lambda *_: None
+    captured.scaler.raise_if_stuck = lambda: None
+    with torch.cuda.graph(graph):
+        loss = step(captured, static)
+    adam._send = sent
+    adam.present[:] = b"\x01" * len(adam.present)
+    adam.send_presence()
+    for k in range(4, 14):
+        for t, new in zip(static, batches[k], strict=True):
+            t.copy_(new)
+        adam.send_hyperparameters()
+        graph.replay()
+        schedules[1].step()
+        assert torch.equal(step(eager, batches[k]), loss) or k == 9
+        schedules[0].step()
+        assert captured.skipped == (k == 9) and captured.scale == eager.scale
+        for p, q in zip(captured.module.parameters(), eager.module.parameters(), strict=True):
+            assert torch.equal(p, q), k
+
+
+def test_a_step_can_be_captured(pool):
+    pool.run(1, on_cuda, capture_a_step, backend="nccl", limit_s=120)
+
+
+@pytest.mark.parametrize("case", ["compressed_specials", "compressed"])
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "fp8"])
+def test_compression(pool, case, compression):
+    if len(rank_counts()) < 2:
+        pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
+    pool.run(2, on_cuda, getattr(test_ddp, case), compression, backend="nccl", limit_s=120)
+
+
+def test_sync_batch_norm(run):
+    run(test_ddp.sync_batch_norm, 2)
+
+
+@pytest.mark.parametrize("case", ["failed_backward", "two_backwards_before_a_step", "buckets_follow_arrival"])
+def test_cases_of_ddp(pool, case):
+    if len(rank_counts()) < 2:
+        pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
+    pool.run(2, on_cuda, getattr(test_ddp, case), backend="nccl", limit_s=120)
