@@ -770,7 +770,7 @@ def taken_over(name):
     again()
     engine.forward_backward(batch, loss_fn=loss_fn)
     model.zero_grad()
-    with raises(RuntimeError, "layers.0.weight.grad was replaced or removed"):
+    with raises(RuntimeError, ".grad was replaced or removed"):
         engine.step()
     engine.zero_grad()
     again()
