@@ -47,5 +47,6 @@ class Plain:
 
 
 if __name__ == "__main__":
+    train_glue.MODES["plain"] = train_glue.Mode("ddp", "Plain", "fp32")
     train_glue.load_engine = lambda args: (ddp, Plain, {})
-    train_glue.main()
+    train_glue.main([*sys.argv[1:], "--mode", "plain"])
