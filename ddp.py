@@ -1107,6 +1107,9 @@ def distributed(timeout_s: float = 600.0):
         os.environ.update(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0")
         if local_rank == 0:
             print(f"{local_size} ranks share {n_gpus} GPU(s) through {backend} (NCCL {version.value})", file=sys.stderr)
+    # The optimizer's first use imports this module, whose functions have the then current group as a default argument: a group
+    # that outlives destroy_process_group and whose gloo threads can abort the process at exit. So import it before.
+    from torch.distributed.nn import functional  # noqa: F401
     alone = dist.HashStore(), 0, 1
     store, rank, size = next(dist.rendezvous("env://", timeout=limit)) if "RANK" in os.environ else alone
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit)

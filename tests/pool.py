@@ -20,7 +20,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # several ranks on one GPU, from NCCL 2.30 on
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-PRELOAD = ["torch", "torch.distributed", "torchvision", "transformers.models.bert.modeling_bert",
+PRELOAD = ["torch", "torch.distributed.nn", "torchvision", "transformers.models.bert.modeling_bert",
            "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama"]
 GRACE_S = 3.0  # how long the other ranks may still run after one has failed
 
