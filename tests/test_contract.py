@@ -886,18 +886,24 @@ def test_half_precision_equals_plain_torch_bit_for_bit(pool, precision, max_norm
 
 
 def half_gradients(name, precision):
-    """Each gradient of two ranks in half precision beside one process in fp32: relative error below 2^-6."""
-    rank = dist.get_rank()
-    model, plain = build("bert", dtype=torch.float32), build("bert", dtype=torch.float32)
+    """Each gradient of N ranks in half precision beside one process in fp32: relative error below 2^-6, or below 1.1 times
+    that of one process under autocast, where a gradient that nearly cancels (a query's bias) loses more than that already."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model, plain, half = (build("bert", dtype=torch.float32) for _ in range(3))
     engine = build_engine(name, model, precision=precision)
-    batch, _ = global_batch("bert", 8, 0)
+    batch, _ = global_batch("bert", 4 * ranks, 0)
     plain(**batch).loss.backward()
+    with torch.autocast(batch["labels"].device.type, dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]):
+        loss = half(**batch).loss
+    (loss * 2.0**16).backward()
     engine.forward_backward(rows(batch, 4 * rank, 4 * rank + 4), 2)
-    for n, p in plain.named_parameters():
+    for (n, p), q in zip(plain.named_parameters(), half.parameters(), strict=True):
         if "key.bias" in n:  # softmax does not see it: the true gradient is 0
             continue
-        error = (engine.full_grad(n) - p.grad.cpu()).norm() / p.grad.norm().cpu()
-        assert error < 2**-6, (n, error)
+        true = p.grad.cpu()
+        error = (engine.full_grad(n) - true).norm() / true.norm()
+        bound = 1.1 * (q.grad.cpu() / 2.0**16 - true).norm() / true.norm()
+        assert error < max(2**-6, bound), (n, error, bound)
 
 
 @engines

@@ -147,7 +147,7 @@ def compressed(compression):
         plain.zero_grad()
         plain(x).square().mean().backward()
         engine.forward_backward(x[4 * rank : 4 * rank + 4].float(), 2, lambda out, x: out.square().mean())
-        expected = torch.cat([p.grad.flatten() for p in plain.parameters()])
+        expected = torch.cat([p.grad.flatten() for p in plain.parameters()]).cpu()
         actual = torch.cat([engine.full_grad(n).flatten() for n in engine.names]).double()
         errors.append(((actual - expected).norm() / expected.norm()).item())
         numel = sum(b.flat.numel() for b in engine.buckets)
