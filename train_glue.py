@@ -14,18 +14,20 @@ Who computes what, with N ranks and a global batch of B samples (--batch_size):
 
 One run, and the sections of this file:
     1. arguments: everything that can be refused before ranks meet is refused there
-    2. data: the hub if it answers, a folder in its layout, or a built-in corpus of sentence pairs
-    3. tokens and batches
-    4. model: a pretrained one, or a small random BERT
-    5. evaluation and metrics
-    6. the run: engine, schedule, `forward_backward` and `step`, one JSON line at the end
+    2. data: the hub if it answers, a folder of its parquet files or of the original TSV files
+    3. built-in corpora: made-up sentences for each of the nine tasks
+    4. tokens and batches
+    5. model: a pretrained one, or a small random BERT
+    6. evaluation and metrics
+    7. the run: engine, schedule, `forward_backward` and `step`, one JSON line at the end
 
 A bad argument ends every rank with exit status 2 (of which torchrun itself makes 1), a failure or a missed
---target_f1 with 1. Not here: the original TSV files, and built-in corpora for tasks other than MRPC.
+--target_f1 with 1.
 """
 
 import argparse
 import ast
+import csv
 import http.client
 import importlib
 import inspect
@@ -56,19 +58,24 @@ class Task:
     fields: tuple[str, ...]  # column names on the hub: one text, or a pair
     labels: int  # 1: regression on a float label
     metrics: tuple[str, ...]  # names in METRICS
+    tsv: tuple[str, ...]  # the same columns in the original TSV files, and last that of the label
+    classes: tuple[str, ...] = ("0", "1")  # how those files write label 0, 1, ...
     validation: tuple[str, ...] = ("validation",)  # split names; the test splits have no labels (all -1)
 
 
+RTE = ("entailment", "not_entailment")
+MNLI = ("entailment", "neutral", "contradiction")
 TASKS = {
-    "cola": Task(("sentence",), 2, ("matthews_correlation",)),
-    "sst2": Task(("sentence",), 2, ("accuracy",)),
-    "mrpc": Task(("sentence1", "sentence2"), 2, ("accuracy", "f1")),
-    "qqp": Task(("question1", "question2"), 2, ("accuracy", "f1")),
-    "stsb": Task(("sentence1", "sentence2"), 1, ("pearson", "spearmanr")),
-    "mnli": Task(("premise", "hypothesis"), 3, ("accuracy",), ("validation_matched", "validation_mismatched")),
-    "qnli": Task(("question", "sentence"), 2, ("accuracy",)),
-    "rte": Task(("sentence1", "sentence2"), 2, ("accuracy",)),
-    "wnli": Task(("sentence1", "sentence2"), 2, ("accuracy",)),
+    "cola": Task(("sentence",), 2, ("matthews_correlation",), ("sentence", "label")),
+    "sst2": Task(("sentence",), 2, ("accuracy",), ("sentence", "label")),
+    "mrpc": Task(("sentence1", "sentence2"), 2, ("accuracy", "f1"), ("#1 String", "#2 String", "Quality")),
+    "qqp": Task(("question1", "question2"), 2, ("accuracy", "f1"), ("question1", "question2", "is_duplicate")),
+    "stsb": Task(("sentence1", "sentence2"), 1, ("pearson", "spearmanr"), ("sentence1", "sentence2", "score"), ()),
+    "mnli": Task(("premise", "hypothesis"), 3, ("accuracy",), ("sentence1", "sentence2", "gold_label"), MNLI,
+                 ("validation_matched", "validation_mismatched")),
+    "qnli": Task(("question", "sentence"), 2, ("accuracy",), ("question", "sentence", "label"), RTE),
+    "rte": Task(("sentence1", "sentence2"), 2, ("accuracy",), ("sentence1", "sentence2", "label"), RTE),
+    "wnli": Task(("sentence1", "sentence2"), 2, ("accuracy",), ("sentence1", "sentence2", "label")),
 }
 
 
@@ -121,7 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    help="the strategy, also by ColossalAI's names; default ddp")
     p.add_argument("--data", default="auto",
                    help="auto (default): the hub, or the built-in corpus if the hub does not answer in 4 s; builtin; "
-                   "or a folder in the hub's layout, TASK/train-*.parquet and so on")
+                   "or a folder: TASK/train-*.parquet and so on as on the hub, or TASK/train.tsv and dev.tsv as first given out")
     p.add_argument("--model", default="auto",
                    help="a hub name; a local folder; builtin: a random BERT of 2 layers, width 64; auto (default): "
                    f"{HUB_MODEL}, or builtin if the data is")
@@ -155,10 +162,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise Stop(f"--{name} must be between {low} and {high}, got {getattr(args, name)}")
     if args.target_f1 is not None and "f1" not in TASKS[args.task].metrics:
         raise Stop(f"--target_f1: {args.task} is not measured by F1 but by {', '.join(TASKS[args.task].metrics)}")
-    if args.data == "builtin":
-        require_builtin_corpus(args.task)
-    elif args.data != "auto":
-        parquet_files(args.data, args.task)  # refuses
+    if args.data not in ("auto", "builtin"):
+        data_files(args.data, args.task)  # refuses
     args.model = os.path.expanduser(args.model)
     if args.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(args.model):
         raise Stop(f"--model {args.model}: there is no such folder")
@@ -251,27 +256,77 @@ def on_all_ranks(prepare, node_first: bool):
     return result
 
 
-def parquet_files(folder: str, task: str) -> dict[str, list[str]]:
-    """Per split, the shards FOLDER/TASK/SPLIT-*.parquet. Stop (2) with what is there instead."""
-    where, files = Path(folder).expanduser() / task, {}
-    for split in ("train", *TASKS[task].validation):
-        files[split] = sorted(str(f) for f in where.glob(f"{split}-*.parquet"))
-        if not files[split]:
-            there = next((f for f in (where, where.parent) if f.is_dir()), None)
-            listing = ", ".join(sorted(f.name for f in there.iterdir())[:12]) or "nothing" if there else ""
-            tsv = any(where.parent.glob("*/*.tsv")) and " (the original TSV files are not supported yet)" or ""
-            raise Stop(f"--data {folder}: no {where / split}-*.parquet{tsv}; "
-                       + (f"{there} contains {listing}" if there else f"there is no folder {where.parent}"))
-    return files
+# Where a folder keeps a split of a task, in order of preference. The third is MRPC as Microsoft gives it out: its test
+# pairs do have labels, but they are 1,725 others than the 408 that GLUE's script sets aside in dev.tsv.
+LAYOUTS = (
+    lambda split: f"{split}-*.parquet",
+    lambda split: split.replace("validation", "dev") + ".tsv",
+    lambda split: "msr_paraphrase_" + split.replace("validation", "test") + ".txt",
+)
+
+
+def data_files(folder: str, task: str) -> dict[str, list[str]]:
+    """Per split, the files of one of LAYOUTS under FOLDER/mrpc, MRPC, SST-2, ... Stop (2) with what is there instead."""
+    where = Path(folder).expanduser()
+    inside = sorted(where.iterdir()) if where.is_dir() else []
+    places = [f for f in inside if f.is_dir() and f.name.lower().replace("-", "") == task]
+    for layout in LAYOUTS:
+        for place in places:
+            files = {split: sorted(map(str, place.glob(layout(split)))) for split in ("train", *TASKS[task].validation)}
+            if all(files.values()):
+                return files
+    listing = ", ".join(f.name for f in (sorted(places[0].iterdir()) if places else inside)[:12]) or "nothing"
+    wanted = (" and ".join(layout(split) for split in ("train", *TASKS[task].validation)) for layout in LAYOUTS[:2])
+    raise Stop(f"--data {folder}: no {where / task} with {' or '.join(wanted)}; "
+               + (f"{places[0] if places else where} contains {listing}" if where.is_dir() else f"there is no folder {where}"))
+
+
+def read_tsv(file: str, name: str) -> tuple[list, list]:
+    """(texts, labels) of an original TSV file, labels numbered as on the hub. Stop with file and line of a bad row."""
+    task, texts, labels, skipped = TASKS[name], [], [], 0
+    with open(file, encoding="utf-8-sig") as lines:  # some begin with a byte order mark
+        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)  # a quotation mark is text like any other
+        try:
+            header = ["source", "label", "star", "sentence"] if name == "cola" else next(rows, [])  # CoLA's have none
+            if missing := set(task.tsv) - set(header):
+                raise Stop(f"{file}, line 1: no column {', '.join(sorted(missing))} in the header")
+            columns = [header.index(column) for column in task.tsv]
+            for row in rows:
+                if not row:  # an empty line
+                    continue
+                if name == "qqp" and len(row) < len(header):  # questions with a line break in them; the hub lacks them too
+                    skipped += 1
+                    continue
+                if len(row) != len(header):
+                    raise Stop(f"{file}, line {rows.line_num}: {len(row)} columns instead of {len(header)}")
+                *text, label = (row[column] for column in columns)
+                try:
+                    labels.append(task.classes.index(label) if task.classes else float(label))
+                    if not math.isfinite(labels[-1]):
+                        raise ValueError
+                except ValueError:
+                    raise Stop(f"{file}, line {rows.line_num}: the label is {label!r}, not "
+                               + (" or ".join(task.classes) or "a number")) from None
+                texts.append(tuple(text))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise Stop(f"{file}, after line {rows.line_num}: {error}") from error
+    if not labels:
+        raise Stop(f"{file}: no rows")
+    if skipped and dist.get_rank() == 0:
+        print(f"{file}: left out {skipped} rows of fewer than {len(header)} columns", flush=True)
+    return texts, labels
 
 
 def load_data(args, source: str) -> dict[str, tuple[list, list]]:
     """Per split (texts, labels); a text is a tuple of one or two strings. source: hub, builtin or folder."""
     task = TASKS[args.task]
     if source == "builtin":
-        train = builtin_pairs(6400, seed=1)
-        validation = builtin_pairs(480, seed=2, exclude={frozenset(texts) for texts, _ in train})
-        return {"train": tuple(zip(*train, strict=True)), "validation": tuple(zip(*validation, strict=True))}
+        return builtin_data(args.task)
+    files = data_files(args.data, args.task) if source == "folder" else {}
+    if files and not files["train"][0].endswith(".parquet"):
+        if files["train"][0].endswith(".txt") and dist.get_rank() == 0:
+            print(f"{args.data}: Microsoft's own test pairs serve for validation; GLUE's scores are on others", flush=True)
+        return {split: read_tsv(file, args.task) for split, (file,) in files.items()}
     import datasets
     if dist.get_rank() > 0:
         datasets.disable_progress_bars()
@@ -279,8 +334,8 @@ def load_data(args, source: str) -> dict[str, tuple[list, list]]:
         hub = datasets.load_dataset(HUB_DATA, args.task)
         splits = {split: hub[split] for split in ("train", *task.validation)}
     else:  # streamed: nothing is written to a cache, so ranks cannot get into each other's way
-        splits = {split: datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-                  for split, files in parquet_files(args.data, args.task).items()}
+        splits = {split: datasets.load_dataset("parquet", data_files=shards, split="train", streaming=True)
+                  for split, shards in files.items()}
     data = {}
     for split, rows in splits.items():
         texts, labels = [], []
@@ -315,24 +370,37 @@ def choose_sources(args, device) -> tuple[str, str, bool]:
         os.environ["HF_HUB_OFFLINE"] = "1"  # the libraries would retry for 25 s, each of them
     if source == "auto":
         source = "hub" if online[0] else "builtin"
-        if source == "builtin":
-            require_builtin_corpus(args.task)
-            if dist.get_rank() == 0:
-                print(NO_HUB, flush=True)
+        if source == "builtin" and dist.get_rank() == 0:
+            print(NO_HUB, flush=True)
     if name == "auto":
         name = "builtin" if source == "builtin" else HUB_MODEL
     return source, name, online[0]
 
 
-def require_builtin_corpus(task: str) -> None:
-    if task != "mrpc":
-        raise Stop(f"there is no built-in corpus for {task} yet: give --data DIR, or connect to the hub")
+# ---- 3. built-in corpora -------------------------------------------------------------------------------------------
+
+# Sentences are templates with slots, and a label comes about in two ways, or both:
+#
+#   fillers  Two sentences have the same five fillers (`a|b` are two words for one), or some of the second's differ. One
+#            that differs is again uniform, so that each word is as frequent in pairs of any label.
+#   sides    A slot has words of two sides: singular and plural, good and bad, "true" and "false". Two of them decide:
+#            their sides agree or not. Each alone is a fair coin whatever the label is.
+#
+# So no single word tells the label (test_glue.py::test_corpus_words). Templates with an even and with an odd number are
+# the two sides of the slot "template".
 
 
-# The built-in corpus. A sentence is a template with five slots; `a|b` are two words for one filler. Positive pair:
-# the same fillers in two different templates, words chosen anew. Negative pair: 3 to 5 of the 5 fillers differ; with
-# fewer the model would have to be sure of every slot. A filler that differs is again uniform, so each word is as
-# frequent on either side of positive and of negative pairs: none tells the label (test_glue.py::test_corpus_words).
+@dataclass
+class Corpus:
+    rules: tuple[tuple, ...]  # per label: fewest and most of the five fillers that differ; whether the sides agree
+    first: tuple[str, ...]  # templates of the first sentence
+    second: tuple[str, ...] = ()  # of the second, if there is one; the two templates of a pair differ in number
+    slots: dict[str, str] = field(default_factory=dict)  # slot -> fillers
+    sides: dict[str, tuple[str, ...]] = field(default_factory=dict)  # slot -> words of one side, of the other if it has two
+    deciding: tuple[str, ...] = ()  # two slots with sides
+    train: int = 6400  # rows of the training split; the validation splits have 480
+
+
 SLOTS = {
     "who": "mayors ministers engineers students judges pilots teachers soldiers farmers|growers doctors|physicians "
            "reporters|journalists lawyers|attorneys",
@@ -343,7 +411,7 @@ SLOTS = {
     "where": "lima oslo cairo quito dakar hanoi perth sofia tunis porto accra delhi",
     "when": "january february march april may june july august september october november december",
 }
-TEMPLATES = (
+STATEMENTS = (
     "{who} {did} the {what} in {where} in {when} .",
     "in {when} , the {where} {what} was {did} by {who} .",
     "the {what} in {where} was {did} by {who} in {when} .",
@@ -353,37 +421,131 @@ TEMPLATES = (
     "{did} by {who} in {when} : the {what} of {where} .",
     "it was in {when} that {who} of {where} {did} the {what} .",
 )
+HYPOTHESES = (  # three of the five
+    "{who} {did} the {what} .",
+    "the {where} {what} was {did} .",
+    "in {when} , {who} {did} something .",
+    "{who} {did} something in {where} .",
+    "{who} were in {where} in {when} .",
+    "the {what} was {did} in {when} .",
+    "in {when} , there was a {what} in {where} .",
+    "something in {where} was {did} in {when} .",
+)
+YES_NO_QUESTIONS = (
+    "had {who} {did} the {what} in {where} in {when} ?",
+    "in {when} , was the {where} {what} {did} by {who} ?",
+    "was the {what} in {where} really {did} by {who} in {when} ?",
+    "is it true that in {where} , {who} {did} the {what} in {when} ?",
+    "does anyone know if {who} {did} the {where} {what} in {when} ?",
+    "was it in {when} that {who} {did} the {what} of {where} ?",
+    "{when} : had the {what} of {where} been {did} by {who} ?",
+    "can it be that {who} of {where} {did} the {what} in {when} ?",
+)
+OPEN_QUESTIONS = (  # four of the five; the question is for the other one
+    "who {did} the {what} in {where} in {when} ?",
+    "when was the {where} {what} {did} by {who} ?",
+    "in which city had {who} {did} the {what} in {when} ?",
+    "what had {who} {did} in {where} in {when} ?",
+    "by whom was the {what} of {where} {did} in {when} ?",
+    "in which month had {who} {did} the {what} in {where} ?",
+    "where was the {what} that {who} {did} in {when} ?",
+    "what had {who} done to the {what} in {where} in {when} ?",
+)
+FEW = {slot: " ".join(words.split()[:6]) for slot, words in SLOTS.items()}  # for what is harder to learn; one word each
+DIFFER, EQUAL = (3, 5, None), (0, 0, None)  # of the five fillers; with fewer a model must be sure of every slot
+PEOPLE = tuple(" ".join(word + s for word in "mayor minister engineer student judge pilot teacher soldier farmer doctor "
+                        "reporter lawyer".split()) for s in ("", "s"))
+DUTIES = tuple(" ".join(word + s for word in "sleep sing work smile wait dance run read write paint vote argue".split())
+               for s in ("s", ""))
+VERDICTS = ("good fine brilliant charming moving clever fresh funny", "bad poor awful dull boring silly stale tedious")
+DEGREES = ("truly always surely really", "never hardly barely scarcely")
+FILM = ("film plot acting music script ending dialogue camera",)
+CORPORA = {
+    "cola": Corpus(  # acceptable: the verb agrees with the noun that does it, not with the one beside
+        ((0, 0, False), (0, 0, True)),
+        ("the {noun} near the {other} {verb} .", "today the {noun} of the {other} {verb} again .",
+         "the {noun} that the {other} knew {verb} .", "in lima the {noun} with the {other} {verb} .",
+         "they say the {noun} behind the {other} {verb} .", "if the {noun} beside the {other} {verb} , call me ."),
+        sides={"noun": PEOPLE, "other": PEOPLE, "verb": DUTIES}, deciding=("noun", "verb")),
+    "sst2": Corpus(  # good and not negated, or bad and negated; what is conceded does not count
+        ((0, 0, False), (0, 0, True)),
+        ("the {what} is {how} {so} .", "i found the {what} {how} {so} .",
+         "the {else} is {much} {that} , but the {what} is {how} {so} .",
+         "though the {else} is {much} {that} , the {what} is {how} {so} .",
+         "the {what} is {how} {so} , though the {else} is {much} {that} .",
+         "a {what} that is {how} {so} , even if the {else} is {much} {that} ."),
+        sides={"what": FILM, "how": DEGREES, "so": VERDICTS, "else": FILM, "much": DEGREES, "that": VERDICTS},
+        deciding=("how", "so")),
+    "mrpc": Corpus((DIFFER, EQUAL), STATEMENTS, STATEMENTS, SLOTS),
+    "qqp": Corpus((DIFFER, EQUAL), YES_NO_QUESTIONS, YES_NO_QUESTIONS, SLOTS),
+    "stsb": Corpus(tuple((5 - score, 5 - score, None) for score in range(6)), STATEMENTS[:4],
+                   STATEMENTS[:4], FEW, train=9600),
+    "mnli": Corpus(  # the same, both true or both not; something else; the same, one of the two not true. In the second case,
+        # too, one is not: left to chance, the model would see what differs but never learn to compare "false" with "right".
+        ((0, 0, True), (5, 5, False), (0, 0, False)),
+        tuple("{is} : " + t for t in STATEMENTS), tuple("{was} : " + t for t in STATEMENTS), FEW,
+        sides={"is": ("true", "false"), "was": ("right", "wrong")}, deciding=("is", "was"), train=9600),
+    "qnli": Corpus((EQUAL, DIFFER), OPEN_QUESTIONS, STATEMENTS, SLOTS, train=9600),
+    "rte": Corpus((EQUAL, (4, 5, None)), STATEMENTS, HYPOTHESES, SLOTS),
+    "wnli": Corpus(  # "they": the helper if strong, the helped if weak
+        ((0, 0, False), (0, 0, True)),
+        ("the {x} {helped} the {y} because they were {so} .", "the {y} {helped} the {x} because they were {so} .",
+         "because they were {so} , the {x} {helped} the {y} .", "because they were {so} , the {y} {helped} the {x} ."),
+        ("the {x} were {so} .",),
+        sides={"x": PEOPLE[1:], "y": PEOPLE[1:], "helped": ("helped fed taught saved sheltered carried",),
+               "so": ("strong rich able wise generous free", "weak poor hungry lost ill tired")},
+        deciding=("template", "so")),
+}
 
 
-def builtin_pairs(n: int, seed: int, exclude=frozenset()) -> list[tuple[tuple[str, str], int]]:
-    """n different pairs ((sentence, sentence), label), half of them paraphrases (label 1), none of them in `exclude`.
+def builtin_rows(corpus: Corpus, n: int, seed: int, exclude=frozenset()) -> list[tuple[tuple[str, ...], int]]:
+    """n different rows (sentences, label), as many of each label but for chance, none with sentences in `exclude`.
 
     MRPC has 68 % paraphrases, so that predicting "paraphrase" always scores F1 0.812 there; with half it scores about
     0.67 here, and an F1 of 0.9 says that something was learnt.
     """
     rng = np.random.default_rng(seed)
-    fillers = [words.split() for words in SLOTS.values()]
+    fillers = [words.split() for words in corpus.slots.values()]
     rows, seen = [], set(exclude)
     while len(rows) < n:
-        label = int(rng.integers(2))
+        label = int(rng.integers(len(corpus.rules)))
+        fewest, most, agree = corpus.rules[label]
         first = [int(rng.integers(len(f))) for f in fillers]
         second = list(first)
-        if label == 0:
-            for k in rng.permutation(len(fillers))[: rng.integers(3, 6)]:
+        if most:
+            for k in rng.permutation(len(fillers))[: rng.integers(fewest, most + 1)]:
                 second[k] = (first[k] + int(rng.integers(1, len(fillers[k])))) % len(fillers[k])
-        templates = rng.permutation(len(TEMPLATES))[:2]
-        pair = []
-        for template, choice in zip(templates, (first, second), strict=True):
+        templates = rng.permutation(len(corpus.first))[:2]
+        side = {slot: int(rng.integers(len(words))) for slot, words in corpus.sides.items()}
+        side["template"] = int(templates[0]) % 2
+        if agree is not None:
+            one, other = corpus.deciding
+            side[other] = side[one] if agree else 1 - side[one]
+        same = {slot: str(rng.choice(words[side[slot]].split())) for slot, words in corpus.sides.items()}
+        if len(set(same.values())) < len(same):
+            continue  # a word in two slots: "the doctors helped the doctors"
+        sentences = []
+        for among, template, choice in zip((corpus.first, corpus.second), templates, (first, second)):
             words = [fillers[k][i].split("|") for k, i in enumerate(choice)]
-            words = {slot: w[rng.integers(len(w))] for slot, w in zip(SLOTS, words, strict=True)}
-            pair.append(TEMPLATES[template].format(**words))
-        if frozenset(pair) not in seen:
-            seen.add(frozenset(pair))
-            rows.append((tuple(pair), label))
+            words = {slot: w[rng.integers(len(w))] for slot, w in zip(corpus.slots, words, strict=True)}
+            if among:
+                sentences.append(among[template % len(among)].format(**words, **same))
+        if frozenset(sentences) not in seen:
+            seen.add(frozenset(sentences))
+            rows.append((tuple(sentences), label))
     return rows
 
 
-# ---- 3. tokens and batches -----------------------------------------------------------------------------------------
+def builtin_data(task: str) -> dict[str, tuple[tuple, tuple]]:
+    """Per split (texts, labels), MNLI's two validation splits drawn alike. No two rows of all have the same sentences."""
+    data, seen = {}, set()
+    for seed, split in enumerate(("train", *TASKS[task].validation), start=1):
+        rows = builtin_rows(CORPORA[task], CORPORA[task].train if split == "train" else 480, seed, seen)
+        seen |= {frozenset(texts) for texts, _ in rows}
+        data[split] = tuple(zip(*rows, strict=True))
+    return data
+
+# ---- 4. tokens and batches -----------------------------------------------------------------------------------------
 
 
 def builtin_tokenizer(texts):
@@ -433,7 +595,7 @@ def training_rows(examples: int, batch_size: int, seed: int, epoch: int, rank: i
     return order[: steps * batch_size].reshape(steps, ranks, batch_size // ranks)[:, rank]
 
 
-# ---- 4. model ------------------------------------------------------------------------------------------------------
+# ---- 5. model ------------------------------------------------------------------------------------------------------
 
 
 def load_model(name: str, task: Task, texts, online: bool):
@@ -455,8 +617,14 @@ def load_model(name: str, task: Task, texts, online: bool):
         config = transformers.AutoConfig.from_pretrained(name, **head)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         if tokenizer.pad_token is None:  # GPT-2 and others never needed one
+            if tokenizer.eos_token is None:
+                raise Stop(f"--model {name}: its tokenizer has neither a pad token nor an end-of-text token to pad with")
             tokenizer.pad_token = tokenizer.eos_token
-        config.pad_token_id = tokenizer.pad_token_id
+        config.pad_token_id = tokenizer.pad_token_id  # a decoder reads its answer off the last token that is not this one
+        # Which sentence a token is of: BERT has two embeddings for that, RoBERTa one, DistilBERT none, and GPT-2 would
+        # take the numbers for words.
+        sentences = ["token_type_ids"] if (getattr(config, "type_vocab_size", None) or 0) > 1 else []
+        tokenizer.model_input_names = ["input_ids", "attention_mask", *sentences]
         model_class = transformers.AutoModelForSequenceClassification
         return tokenizer, model_class.from_pretrained(name, config=config, dtype=torch.float32)
     except OSError as error:
@@ -466,6 +634,14 @@ def load_model(name: str, task: Task, texts, online: bool):
                    "folder or --model builtin") from error
 
 
+def longest_input(tokenizer, model) -> int:
+    """Tokens that tokenizer and model allow. RoBERTa's positions begin after its pad token's: of 514 it has 512."""
+    limits = [tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or -1]
+    limits += [module.num_embeddings - 1 - module.padding_idx for name, module in model.named_modules()
+               if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None]
+    return min((limit for limit in limits if limit > 0), default=sys.maxsize)  # XLNet has no limit and says -1
+
+
 def decay_groups(model, weight_decay: float) -> list[dict]:
     """Two param groups: matrices decay, one-dimensional parameters (biases, norms) do not."""
     params = [p for p in model.parameters() if p.requires_grad]
@@ -473,7 +649,7 @@ def decay_groups(model, weight_decay: float) -> list[dict]:
             {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0}]
 
 
-# ---- 5. evaluation and metrics -------------------------------------------------------------------------------------
+# ---- 6. evaluation and metrics -------------------------------------------------------------------------------------
 
 
 def unit_rows(examples: int, rank: int, ranks: int) -> np.ndarray:
@@ -561,7 +737,7 @@ def scores(task: Task, logits: np.ndarray, labels: np.ndarray) -> dict[str, floa
     return {name: METRICS[name](predicted, labels) for name in task.metrics}
 
 
-# ---- 6. the run ----------------------------------------------------------------------------------------------------
+# ---- 7. the run ----------------------------------------------------------------------------------------------------
 
 
 def run(args, engine_class, knobs: dict, device) -> None:
@@ -578,8 +754,8 @@ def run(args, engine_class, knobs: dict, device) -> None:
     tokenizer, model = on_all_ranks(lambda: load_model(name, task, data["train"][0], online),
                                     node_first=name != "builtin" and not os.path.isdir(name))
     torch.manual_seed(args.seed + 1000 * (1 + data_rank))
-    if args.max_length > tokenizer.model_max_length:
-        raise Stop(f"--max_length {args.max_length}: {name} takes at most {tokenizer.model_max_length} tokens")
+    if args.max_length > (longest := longest_input(tokenizer, model)):
+        raise Stop(f"--max_length {args.max_length}: {name} takes at most {longest} tokens")
     data = {split: encode(tokenizer, *columns, task, args.max_length) for split, columns in data.items()}
     examples = len(data["train"]["labels"])
     if examples < args.batch_size:
@@ -608,9 +784,11 @@ def run(args, engine_class, knobs: dict, device) -> None:
         f"{' + '.join(str(len(labels)) for labels in validation.values())} validation examples | model {name}, "
         f"{parameters:,} parameters | mode {args.mode}, {args.precision}, {world_size} ranks on {device.type} | "
         f"lr {lr:g}, {epochs} epochs of {steps} steps of {args.batch_size} samples", flush=True)
-    if "f1" in task.metrics:  # both tasks with F1 ask whether a pair means the same
-        always = f1(np.ones_like(validation["validation"]), validation["validation"])
-        say(f"{args.task}: answering \"paraphrase\" to every validation pair scores F1 {always:.3f}", flush=True)
+    for split, labels in validation.items() if task.labels > 1 else ():  # correlations with a constant are not defined
+        # Where F1 counts, label 1 is "paraphrase"; elsewhere the most frequent label.
+        answer = 1 if "f1" in task.metrics else int(np.bincount(labels).argmax())
+        always = {name: f"{METRICS[name](np.full_like(labels, answer), labels):.3f}" for name in task.metrics}
+        say(f"answering {answer} to every {split} example scores {', '.join(map(' '.join, always.items()))}", flush=True)
 
     start = time.perf_counter()
     for epoch in range(epochs):

@@ -1,21 +1,28 @@
-"""train_glue.py: its pieces against their definitions, its refusals, and one whole run on two ranks.
+"""train_glue.py: its pieces against their definitions, its refusals, and whole runs on two ranks.
 
 What is compared: metrics with scikit-learn and scipy; the splitting of training and evaluation over 1 to 4 ranks with
-one rank; the built-in corpus with what its comment promises; the exit status and message of every refusal; at last
-F1 >= 0.9 on the built-in data. Needs no network and no GPU. About 80 s, 50 of them for the whole run.
+one rank; the built-in corpora with what their comment promises; the original TSV files with the same rows as parquet;
+tiny models of four families with themselves, unpadded; the exit status and message of every refusal; at last MRPC's
+F1 >= 0.9 on the built-in data, and with `-m sweep` the other eight tasks. Needs no network and no GPU. About @@ s, 50 of
+them for the whole run; the sweep takes @@ minutes.
 """
 
+import collections
+import contextlib
+import hashlib
 import http.server
+import io
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -80,6 +87,25 @@ def test_correlation_of_a_constant_is_null_in_json():
     assert json.loads(glue.json_line({**result, "loss": 1.0})) == {"pearson": None, "spearmanr": None, "loss": 1.0}
     assert math.isnan(glue.pearson(np.array([1.0]), np.array([2.0])))
     assert math.isnan(glue.spearmanr(np.array([1.0, math.nan, 2.0]), np.arange(3.0)))  # a model that diverged
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+@pytest.mark.parametrize("x", [[2.5] * 4, [0.1] * 4, [1.0, 1.0, 1.0, 1.0 + 1e-6]])
+def test_constants_are_as_in_scipy(x):
+    """nan for a constant, be its mean exact or not; not for what is nearly constant. The other side has ties."""
+    stats = pytest.importorskip("scipy.stats")
+    x, y = np.array(x), np.array([0.0, 1.0, 1.0, 3.0])
+    for a, b in ((x, y), (y, x)):
+        np.testing.assert_allclose(glue.pearson(a, b), stats.pearsonr(a, b).statistic, atol=1e-6)  # nan equals nan here
+        np.testing.assert_allclose(glue.spearmanr(a, b), stats.spearmanr(a, b).statistic, atol=1e-12)
+
+
+def test_accuracy_of_three_classes_equals_scikit_learn():
+    """MNLI; ties between logits go to the lower label."""
+    sklearn = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(2)
+    logits, labels = rng.integers(3, size=(200, 3)).astype(np.float32), rng.integers(3, size=200)
+    assert glue.scores(glue.TASKS["mnli"], logits, labels) == {"accuracy": sklearn.accuracy_score(labels, logits.argmax(1))}
 
 
 def test_regression_predictions_are_not_broadcast():
@@ -174,97 +200,329 @@ def test_metrics_are_equal_to_the_last_digit_on_1_to_4_ranks(pool):
             assert logits == expected
 
 
-def _prepare(folder, node_first, fail_on):
-    """A download that takes a while, into a cache that the others then find. Its result, or what Stop says."""
+class Peek(Exception):
+    """Stands in for an engine: hands out the model it is given, and ends the run."""
+
+    def __init__(self, model, params, **knobs):
+        raise Peek.Seen(model)
+
+    class Seen(Exception):
+        pass
+
+
+def _prepare(folder, fail_on):
+    """The whole run up to the engine, on two nodes of two ranks, with a hub whose download takes a while and fills the
+    node's cache. What a rank has read, or what Stop says."""
+    import datasets
     import torch.distributed as dist
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    rank = dist.get_rank()
+    cache = Path(folder) / f"node-{rank // 2}"
+    cache.mkdir(exist_ok=True)
 
-    def download():
-        if dist.get_rank() == fail_on:
+    def download(name, task):
+        assert (name, task) == ("nyu-mll/glue", "rte")
+        if rank == fail_on:
             raise OSError("disk full")
-        file = Path(folder) / "data"
-        if not file.exists():
-            (Path(folder) / f"download-{dist.get_rank()}").touch()
+        if not (cache / "data").exists():
+            (cache / f"download-{rank}").touch()
             time.sleep(0.3)
-            file.write_text("rows")
-        return file.read_text()
+            (cache / "data").write_text("rows")
+        (cache / f"read-{rank}").touch()
+        rows = datasets.Dataset.from_dict({"sentence1": ["a b"] * 4, "sentence2": ["c"] * 4, "label": [0, 1] * 2})
+        return {"train": rows, "validation": rows}
 
+    args = glue.parse(["-t", "rte", "--model", "builtin", "--batch_size", "4"])
     try:
-        return glue.on_all_ranks(download, node_first)
+        with mock.patch.dict(os.environ, LOCAL_RANK=str(rank % 2)), mock.patch.object(glue, "hub_answers", lambda: True), \
+                mock.patch.object(datasets, "load_dataset", download), contextlib.redirect_stdout(io.StringIO()):
+            glue.run(args, Peek, {}, torch.device("cpu"))
+    except Peek.Seen:
+        return "built"
     except glue.Stop as stop:
         return str(stop), stop.status
-    finally:
-        del os.environ["LOCAL_RANK"]
 
 
-def test_download_happens_once_and_its_failure_ends_all(pool, tmp_path):  # CASES 78
-    assert pool.run(4, _prepare, str(tmp_path), True, None) == ["rows"] * 4
-    assert [f.name for f in tmp_path.glob("download-*")] == ["download-0"]
-    assert pool.run(3, _prepare, str(tmp_path), True, 0) == [("rank 0: OSError: disk full", 1)] * 3
-    assert pool.run(3, _prepare, str(tmp_path), False, 2) == [("rank 2: OSError: disk full", 1)] * 3
+def test_download_happens_once_per_node_and_its_failure_ends_all(pool, tmp_path):  # CASES 78
+    (tmp_path / "empty").mkdir()
+    assert pool.run(4, _prepare, str(tmp_path / "empty"), None) == ["built"] * 4
+    found = sorted(f"{f.parent.name}/{f.name}" for f in tmp_path.glob("empty/*/*-*"))
+    assert found == ["node-0/download-0", "node-0/read-0", "node-0/read-1", "node-1/download-2", "node-1/read-2", "node-1/read-3"]
+    assert pool.run(4, _prepare, str(tmp_path), 0) == [("rank 0: OSError: disk full", 1)] * 4
+    assert not list(tmp_path.glob("node-0/*"))  # rank 1 never tried
+    assert pool.run(4, _prepare, str(tmp_path), 3) == [("rank 3: OSError: disk full", 1)] * 4  # in the others' turn
 
 
-# ---- the built-in corpus -------------------------------------------------------------------------------------------
+def _start(folder, copy_ranks):
+    """Weights of the head that `from_pretrained` makes up, and a dropout mask, of a rank that begins with other seeds."""
+    import torch.distributed as dist
+    torch.manual_seed(dist.get_rank())
+    args = glue.parse(["--data", "builtin", "--model", folder, "--max_length", "64"])
+    args.copy_ranks = copy_ranks
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            glue.run(args, Peek, {}, torch.device("cpu"))
+    except Peek.Seen as seen:
+        head = next(p for name, p in seen.args[0].named_parameters() if name == "classifier.weight")
+        return head.tolist(), torch.nn.functional.dropout(torch.ones(64)).tolist()
+
+
+def test_ranks_start_equal_and_draw_different_dropout(pool, families):  # CASES 79
+    for copy_ranks in (1, 2):
+        heads, masks = zip(*pool.run(4, _start, str(families / "bert"), copy_ranks))
+        assert all(head == heads[0] for head in heads) and len({*sum(heads[0], [])}) > 60  # of 2 x 32 random numbers
+        assert len(set(map(tuple, masks))) == 4 // copy_ranks
+        assert masks[0] == masks[copy_ranks - 1]  # ranks that share a copy of the model
+
+
+# ---- training: windows, weights, decisions ---------------------------------------------------------------------------
+
+
+def _epoch(batch_size, micro_batches, lr):
+    """One epoch over 22 pairs in float64: steps, final learning rate, reported loss, and the weights."""
+    import torch.distributed as dist
+
+    import ddp
+    texts, labels = zip(*glue.builtin_rows(glue.CORPORA["mrpc"], 22, seed=3))
+    torch.manual_seed(1)
+    tokenizer, model = glue.load_model("builtin", MRPC, texts, online=False)
+    split = glue.encode(tokenizer, texts, labels, MRPC, 32)
+    rows = glue.training_rows(22, batch_size, 0, 0, dist.get_rank(), dist.get_world_size())
+    # eps: a gradient that is 0 but for rounding must not become a step of lr
+    engine = ddp.DDP(model.double(), lr=lr, eps=1e-3)
+    total = len(rows)
+    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: (total - step) / total)
+    loss = glue.train_epoch(engine, schedule, split, rows, micro_batches, torch.device("cpu"), "")
+    return total, schedule.get_last_lr(), loss, [p.detach().numpy() for p in model.parameters()]
+
+
+def test_micro_batches_and_ranks_of_any_size_are_one_batch(pool):
+    """CASES 6 and 7: pieces of 2, 3, 2, 3 samples, or 2 and 3 on each of two ranks, are steps of 10 samples; the 2 left
+    over are no step, so the schedule ends at 0 after the last. float64: only the order of summation differs."""
+    (steps, last_lr, loss, weights), = pool.run(1, _epoch, 10, 1, 1e-2)
+    assert (steps, last_lr) == (2, [0.0])
+    for ranks, micro_batches in ((1, 4), (1, 3), (2, 2), (2, 5)):
+        for other in pool.run(ranks, _epoch, 10, micro_batches, 1e-2):
+            assert other[:2] == (2, [0.0]) and other[2] == pytest.approx(loss, rel=1e-10)
+            for mine, expected in zip(other[3], weights, strict=True):
+                np.testing.assert_allclose(mine, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_epoch_loss_weighs_samples(pool):
+    """CASES 7: with lr 0 it is the mean over the 20 samples taken, whatever the pieces (5 = 1 + 2 + 2 of unlike loss)."""
+    texts, labels = zip(*glue.builtin_rows(glue.CORPORA["mrpc"], 22, seed=3))
+    torch.manual_seed(1)
+    tokenizer, model = glue.load_model("builtin", MRPC, texts, online=False)
+    taken = glue.training_rows(22, 10, 0, 0, 0, 1).ravel()
+    batch = glue.batch_of(glue.encode(tokenizer, texts, labels, MRPC, 32), taken, "cpu")
+    with torch.no_grad():
+        logits = model.double().eval()(**batch).logits
+    each = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+    assert each.std() > 0.1 and len(taken) == 20
+    for ranks in (1, 2):
+        assert [e[2] for e in pool.run(ranks, _epoch, 10, 3, 0.0)] == pytest.approx([each.mean().item()] * ranks, rel=1e-9)
+
+
+def _run(*argv):
+    """What the run prints on this rank, and what it stops with."""
+    import ddp
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            glue.run(glue.parse([*map(str, argv)]), ddp.DDP, {}, torch.device("cpu"))
+    except glue.Stop as stop:
+        return out.getvalue(), (str(stop), stop.status)
+    return out.getvalue(), None
+
+
+def test_odd_numbers_of_examples_and_one_decision(pool, tmp_path):
+    """CASES 34 and 37. 17 training samples are 2 steps of 8; 3 validation samples are fewer than 4 ranks. With lr 0 all
+    numbers of ranks have the same model, and every rank misses the target by the same number though only rank 0
+    prints and each evaluated other samples. More samples to a batch than there are stop all of them."""
+    (tmp_path / "MRPC").mkdir()
+    for split, n in (("train", 17), ("dev", 3)):
+        lines = [f"{i % 2}\t{i}\t{i}\tfirst {i}\tsecond {i}" for i in range(n)]
+        (tmp_path / "MRPC" / f"{split}.tsv").write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *lines]))
+    argv = ("--data", tmp_path, "--model", "builtin", "--epochs", 1, "--lr", 0)
+    results = set()
+    for ranks in (1, 2, 4):
+        outputs, stops = zip(*pool.run(ranks, _run, *argv, "--batch_size", 8, "--target_f1", 1))
+        assert "1 epochs of 2 steps of 8 samples" in outputs[0] and not any(outputs[1:])
+        result = _last_line(outputs[0])
+        assert result["f1"] < 1 and set(stops) == {(f"F1 {result['f1']:.4f} is below the target 1.0000", 1)}
+        results.add((result["loss"], result["f1"], result["accuracy"]))
+        message = "--batch_size 20 is more than the 17 training examples of mrpc", 2
+        assert pool.run(ranks, _run, *argv, "--batch_size", 20) == [("", message)] * ranks
+    assert len(results) == 1
+
+
+def _evaluate_tasks():
+    """Logits and metrics of an untrained model for 165 validation examples of every task, 11 units and the last not full."""
+    import torch.distributed as dist
+    found = {}
+    for name, task in glue.TASKS.items():
+        texts, labels = zip(*glue.builtin_rows(glue.CORPORA[name], 165, seed=5))
+        torch.manual_seed(7)
+        tokenizer, model = glue.load_model("builtin", task, texts, online=False)
+        split = glue.encode(tokenizer, texts, labels, task, 64)
+        logits = glue.evaluate(model, split, torch.device("cpu"), dist.get_rank(), dist.get_world_size())
+        found[name] = logits.tobytes(), glue.json_line(glue.scores(task, logits, np.array(labels)))
+    return found
+
+
+def test_metrics_of_every_task_are_equal_to_the_last_digit_on_1_to_4_ranks(pool):
+    """The same weights are evaluated. Training on another number of ranks adds gradients up in another order, so that
+    trained weights differ in their last bits and metrics by an example or two; that is no fault of the evaluation."""
+    expected, = pool.run(1, _evaluate_tasks)
+    assert len({logits for logits, _ in expected.values()}) == 9
+    for task, (logits, _) in expected.items():
+        answers = np.frombuffer(logits, np.float32).reshape(165, glue.TASKS[task].labels)
+        assert len(np.unique(answers, axis=0)) > 100
+    for ranks in (2, 3, 4):
+        for found in pool.run(ranks, _evaluate_tasks):
+            assert found == expected
+
+
+# ---- the built-in corpora --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def corpus():
-    args = glue.parse(["--data", "builtin"])
-    return {split: list(zip(*columns, strict=True)) for split, columns in glue.load_data(args, "builtin").items()}
+def corpora():
+    return {task: {split: list(zip(*columns, strict=True)) for split, columns in glue.builtin_data(task).items()}
+            for task in glue.TASKS}
+
+
+@pytest.fixture(scope="module")
+def corpus(corpora):
+    return corpora["mrpc"]
+
+
+WHERE = {word: (slot, i) for slot, words in glue.SLOTS.items() for i, forms in enumerate(words.split())
+         for word in forms.split("|")}
 
 
 def _fillers(sentence):
     """Slot -> filler number, read back from the words."""
-    where = {word: (slot, i) for slot, words in glue.SLOTS.items() for i, forms in enumerate(words.split())
-             for word in forms.split("|")}
-    found = [where[word] for word in sentence.split() if word in where]
-    assert len(found) == 5 and len(dict(found)) == 5
+    found = [WHERE[word] for word in sentence.split() if word in WHERE]
+    assert 3 <= len(dict(found)) == len(found)
     return dict(found)
 
 
-def test_corpus_is_the_same_everywhere(corpus):
-    """Another process, another hash seed: the pairs must not depend on the order of a set or on Python's hash."""
-    program = "import train_glue; print(train_glue.builtin_pairs(300, 7))"
+def _words(sentence, *lists):
+    return [word for word in sentence.split() if any(word in words.split() for words in lists)]
+
+
+def _check_cola(sentence):
+    subject, *_ = _words(sentence, *glue.PEOPLE)
+    verb, = _words(sentence, *glue.DUTIES)
+    return int(subject.endswith("s") != verb.endswith("s"))
+
+
+def _check_sst2(sentence):
+    if " but " in sentence:
+        clause = sentence.split(" but ")[1]
+    elif sentence.startswith("though"):
+        clause = sentence.split(" , ")[1]
+    else:
+        clause = sentence.split(" , ")[0]
+    degree, = _words(clause, *glue.DEGREES)
+    verdict, = _words(clause, *glue.VERDICTS)
+    return int((degree in glue.DEGREES[0].split()) == (verdict in glue.VERDICTS[0].split()))
+
+
+def _check_wnli(first, second):
+    who, *_ = _words(first, *glue.PEOPLE)
+    cause, = _words(second, *glue.CORPORA["wnli"].sides["so"])
+    assert cause in first.split() and _words(second, *glue.PEOPLE)[0] in first.split()
+    strong = cause in glue.CORPORA["wnli"].sides["so"][0].split()
+    return int((second.split()[1] == who) == strong)
+
+
+def _check_mnli(first, second):
+    odd = ("false" in first.split()) != ("wrong" in second.split())
+    return 1 if _differ(first, second) else 2 if odd else 0
+
+
+def _differ(first, second):
+    """How many of the things that both sentences name are not the same."""
+    a, b = _fillers(first), _fillers(second)
+    return sum(a[slot] != b[slot] for slot in a.keys() & b.keys())
+
+
+LABELS = {  # the label from the words, by another way than the generator's
+    "cola": _check_cola, "sst2": _check_sst2, "wnli": _check_wnli, "mnli": _check_mnli,
+    "mrpc": lambda *pair: int(not _differ(*pair)), "qqp": lambda *pair: int(not _differ(*pair)),
+    "qnli": lambda *pair: int(_differ(*pair) > 0), "rte": lambda *pair: int(_differ(*pair) > 0),
+    "stsb": lambda *pair: 5 - _differ(*pair),
+}
+
+
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_corpus_rows_are_what_their_labels_say(task, corpora):
+    """And where two sentences differ, they do so in 3 of five things or more, or in 2 of the three or four they share."""
+    for split, rows in corpora[task].items():
+        assert all(len(texts) == len(glue.TASKS[task].fields) for texts, _ in rows)
+        assert not any("{" in text or len(set(texts)) < len(texts) for texts, _ in rows for text in texts)
+        assert [LABELS[task](*texts) for texts, _ in rows] == [label for _, label in rows], split
+    if task in ("mrpc", "qqp", "mnli", "qnli", "rte"):
+        unequal = {_differ(*texts) for texts, _ in corpora[task]["train"]} - {0}
+        assert min(unequal) >= {"mrpc": 3, "qqp": 3, "mnli": 5}.get(task, 2)
+
+
+def test_corpora_are_the_same_everywhere(corpora):
+    """Another process, another hash seed: the rows must not depend on the order of a set or on Python's hash."""
+    program = ("import hashlib, train_glue as g; rows = {task: {split: list(zip(*columns, strict=True)) for split, columns in "
+               "g.builtin_data(task).items()} for task in g.TASKS}; print(hashlib.sha256(repr(rows).encode()).hexdigest())")
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"},
                           capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == repr(glue.builtin_pairs(300, 7)) == repr(glue.builtin_pairs(300, 7))
+    assert done.stdout.strip() == hashlib.sha256(repr(corpora).encode()).hexdigest()
 
 
-def test_corpus_splits_share_no_pair(corpus):
-    pairs = {split: [frozenset(texts) for texts, _ in rows] for split, rows in corpus.items()}
-    assert len(pairs["train"]) == len(set(pairs["train"])) == 6400
-    assert len(pairs["validation"]) == len(set(pairs["validation"])) == 480
-    assert not set(pairs["train"]) & set(pairs["validation"])
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_corpus_splits_share_nothing(task, corpora):
+    rows = [frozenset(texts) for rows in corpora[task].values() for texts, _ in rows]
+    assert len(rows) == len(set(rows))
+    sizes = {"train": glue.CORPORA[task].train, **{split: 480 for split in glue.TASKS[task].validation}}
+    assert {split: len(rows) for split, rows in corpora[task].items()} == sizes
 
 
-def test_corpus_pairs_are_what_their_labels_say(corpus):
-    seen = Counter()
-    for (first, second), label in corpus["train"]:
-        a, b = _fillers(first), _fillers(second)
-        different = sum(a[slot] != b[slot] for slot in glue.SLOTS)
-        seen[different] += 1
-        assert first != second and (different == 0 if label else 3 <= different <= 5)
-    assert set(seen) == {0, 3, 4, 5}
-
-
-def test_corpus_words(corpus):
-    """No word tells the label: per word and side of the pair, it is a fair coin to within 5 standard deviations."""
-    rows = corpus["train"]
-    positive = np.mean([label for _, label in rows])
-    assert abs(positive - 0.5) < 0.03
-    for side in (0, 1):
-        n, ones = Counter(), Counter()
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_corpus_words(task, corpora):
+    """No word tells the label: among the rows that have it on a given side of the pair, each label is as frequent as
+    among all rows, to within 5 standard deviations. Labels are equally frequent."""
+    rows = corpora[task]["train"]
+    share = {label: n / len(rows) for label, n in collections.Counter(label for _, label in rows).items()}
+    assert len(share) == len(glue.CORPORA[task].rules)
+    assert all(abs(p - 1 / len(share)) < 0.03 for p in share.values())
+    for side in range(len(glue.TASKS[task].fields)):
+        seen = collections.defaultdict(collections.Counter)
         for texts, label in rows:
             for word in set(texts[side].split()):
-                n[word] += 1
-                ones[word] += label
-        for word, count in n.items():
-            assert abs(ones[word] / count - positive) < 5 * math.sqrt(0.25 / count), word
+                seen[word][label] += 1
+        for word, labels in seen.items():
+            for label, p in share.items():
+                n = labels.total()
+                assert abs(labels[label] / n - p) < 5 * math.sqrt(p * (1 - p) / n), (word, label)
 
 
-def test_always_positive_is_far_below_the_target(corpus):
-    labels = np.array([label for _, label in corpus["validation"]])
-    assert glue.f1(np.ones_like(labels), labels) < 0.7
+# What a whole run must reach, and what the best constant answer gets on the same data (None: it is not defined).
+FLOORS = {
+    "cola": ("matthews_correlation", 0.9, 0.0), "sst2": ("accuracy", 0.95, 0.51), "mrpc": ("f1", 0.9, 0.7),
+    "qqp": ("f1", 0.88, 0.7), "stsb": ("pearson", 0.8, None), "mnli": ("accuracy_mismatched", 0.85, 0.41),
+    "qnli": ("accuracy", 0.8, 0.55), "rte": ("accuracy", 0.8, 0.55), "wnli": ("accuracy", 0.9, 0.55),
+}
+
+
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_constant_answers_are_far_below_what_runs_reach(task, corpora):
+    metric, floor, constant = FLOORS[task]
+    split = next(split for split in reversed(glue.TASKS[task].validation))
+    labels = np.array([label for _, label in corpora[task][split]])
+    metric = metric.removesuffix("_mismatched")
+    found = [glue.METRICS[metric](np.full_like(labels, answer), labels) for answer in set(labels)]
+    if constant is None:
+        assert all(map(math.isnan, found))
+    else:
+        assert max(found) <= constant < floor - 0.15
 
 
 # ---- tokens and batches --------------------------------------------------------------------------------------------
@@ -300,6 +558,108 @@ def test_biases_and_norms_do_not_decay():
     assert all(names[id(p)].endswith("bias") or "LayerNorm" in names[id(p)] for p in keep["params"])
     assert not any(names[id(p)].endswith("bias") or "LayerNorm" in names[id(p)] for p in decay["params"])
     assert len(names) == len(decay["params"]) + len(keep["params"])
+
+
+# ---- model families ----------------------------------------------------------------------------------------------------
+
+TEXT = ["first second third 0 1 2 3 4 5 6 7 8 9"]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    """Folders of tiny random models, each with a tokenizer of its family. bert has no classification head."""
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+    folder = tmp_path_factory.mktemp("families")
+    byte_pairs = {}
+    for family, special in (("roberta", ["<s>", "<pad>", "</s>", "<unk>"]), ("gpt2", ["<|endoftext|>"])):
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=300, special_tokens=special, show_progress=False,
+                                                                initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        byte_pairs[family] = tokenizer
+    byte_pairs["roberta"].post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    words = glue.builtin_tokenizer([TEXT])
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    tokenizer = {
+        "bert": words,
+        "roberta": PreTrainedTokenizerFast(tokenizer_object=byte_pairs["roberta"], bos_token="<s>", eos_token="</s>",
+                                           cls_token="<s>", sep_token="</s>", pad_token="<pad>", unk_token="<unk>"),
+        "distilbert": words,  # which makes token_type_ids, and the model does not take them
+        "gpt2": PreTrainedTokenizerFast(tokenizer_object=byte_pairs["gpt2"], eos_token="<|endoftext|>",
+                                        model_input_names=["input_ids", "token_type_ids", "attention_mask"]),
+    }
+    torch.manual_seed(0)
+    model = {
+        "bert": transformers.BertModel(transformers.BertConfig(vocab_size=len(words), max_position_embeddings=64, **size)),
+        "roberta": transformers.RobertaForSequenceClassification(transformers.RobertaConfig(
+            vocab_size=300, max_position_embeddings=66, type_vocab_size=1, pad_token_id=1, **size)),
+        "distilbert": transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(
+            vocab_size=len(words), max_position_embeddings=64, dim=32, n_layers=2, n_heads=4, hidden_dim=64)),
+        "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)),
+    }
+    for family in model:
+        model[family].save_pretrained(folder / family)
+        tokenizer[family].save_pretrained(folder / family)
+    return folder
+
+
+FAMILIES = ("bert", "roberta", "distilbert", "gpt2")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_no_answer(family, families):
+    """Padded on the right to the longest of its batch, and cut to 24 tokens, a pair has the logits that it has alone.
+    GPT-2 has no pad token and answers at the last token that is not padding (CASES 81)."""
+    torch.manual_seed(3)
+    tokenizer, model = glue.load_model(str(families / family), MRPC, [], online=False)
+    texts = [("first 1", "second"), ("first second third 1 2 3 4 5 6 7 8 9", "first " * 20), ("1 2 3 4", "third")]
+    split = glue.encode(tokenizer, texts, [0, 1, 0], MRPC, max_length=24)
+    assert set(split) == {"input_ids", "attention_mask", "labels"} | ({"token_type_ids"} if family == "bert" else set())
+    model.eval()
+    batch = glue.batch_of(split, np.arange(3), "cpu")
+    lengths = batch["attention_mask"].sum(1)
+    assert batch["input_ids"].shape == (3, 24) and lengths[1] == 24 and lengths[0] < 24
+    assert model.config.num_labels == 2 and model.config.pad_token_id == tokenizer.pad_token_id
+    with torch.no_grad():
+        together = model(**batch)
+        assert together.loss.isfinite()
+        for k, n in enumerate(lengths):
+            assert batch["input_ids"][k, n:].eq(tokenizer.pad_token_id).all()
+            alone = {name: column[k:k + 1, :n] for name, column in batch.items() if name != "labels"}
+            # fp32 sums over 24 instead of n keys, the others of weight 0
+            torch.testing.assert_close(model(**alone).logits[0], together.logits[k], rtol=1e-4, atol=1e-5)
+    if family == "bert":
+        ids = batch["input_ids"][0, :lengths[0]].tolist()
+        assert batch["token_type_ids"][0].tolist() == [0] * 4 + [1] * 2 + [0] * 18 and ids[3] == ids[5]  # CLS 2 SEP, 1 SEP
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_and_refuse_what_is_too_long(family, families, folder, capsys):
+    """64 positions; RoBERTa's table has two more rows that it never reads. All 40 samples are one step."""
+    argv = ["--data", folder, "--model", families / family, "--batch_size", 40, "--epochs", 1]
+    losses = []
+    for lr in (0, 1e-3):
+        glue.main([str(a) for a in (*argv, "--lr", lr, "--max_length", 64)])
+        result = _last_line(capsys.readouterr().out)
+        assert result["model"] == str(families / family) and 0 <= result["accuracy"] <= 1
+        losses.append(result["loss"])
+    assert losses[0] != losses[1] and all(0 < loss < 2 for loss in losses)
+    with pytest.raises(SystemExit) as ended:
+        glue.main([str(a) for a in (*argv, "--max_length", 65)])
+    assert ended.value.code == 2
+    assert f"--max_length 65: {families / family} takes at most 64 tokens" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_tokenizer_with_nothing_to_pad_with(families, tmp_path, folder, capsys):
+    shutil.copytree(families / "gpt2", tmp_path / "gpt2")
+    config = json.loads((tmp_path / "gpt2" / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (tmp_path / "gpt2" / "tokenizer_config.json").write_text(json.dumps(config))
+    assert "neither a pad token nor" in _refused(capsys, "--data", folder, "--model", tmp_path / "gpt2")
 
 
 # ---- a folder of data, and the hub ---------------------------------------------------------------------------------
@@ -346,6 +706,124 @@ def test_folder_in_the_hubs_layout(pool, folder):
 
 def _load_one(pool, folder, task):
     return pool.run(1, _load, str(folder), task)[0]
+
+
+# Rows of each task as they stand in the original files (`~` for a tab), and as the hub has them. Among them what readers
+# of CSV stumble over: quotation marks without an end, spaces at the end, a line break of Windows, a byte order mark.
+TSV = {
+    "cola": ("CoLA", "", ["gj04~1~~They sang.", 'r-67~0~*~"Sings they.'],
+             [("They sang.", 1), ('"Sings they.', 0)]),
+    "sst2": ("SST-2", "sentence~label", ['a "dull plot ~0', "fine acting ~1"],
+             [('a "dull plot ', 0), ("fine acting ", 1)]),
+    "mrpc": ("MRPC", "\ufeffQuality~#1 ID~#2 ID~#1 String~#2 String",
+             ['1~7~8~"We won, he said.~He said: "we won."', "0~1~2~Über~all"],
+             [('"We won, he said.', 'He said: "we won."', 1), ("Über", "all", 0)]),
+    "qqp": ("QQP", "id~qid1~qid2~question1~question2~is_duplicate",
+            ["0~1~2~Why?~How?~0", "9~3~4~Was he", "~Real?~0", "1~5~6~Who is it?~Who?~1"],  # one row broken by a line break
+            [("Why?", "How?", 0), ("Who is it?", "Who?", 1)]),
+    "stsb": ("STS-B", "index~genre~filename~year~old_index~source1~source2~sentence1~sentence2~score",
+             ["0~main~f~2012~1~none~none~A man.~A dog.~0.250", "1~main~f~2012~2~none~none~A.~A.~5.000"],
+             [("A man.", "A dog.", 0.25), ("A.", "A.", 5.0)]),
+    "mnli": ("MNLI", "index~promptID~pairID~genre~sentence1_binary_parse~sentence2_binary_parse~sentence1_parse~sentence2_parse"
+             "~sentence1~sentence2~label1~gold_label",
+             [f"0~1~1~fiction~(~)~(~)~P{i}~H{i}~neutral~{label}" for i, label in enumerate(glue.MNLI)],
+             [(f"P{i}", f"H{i}", i) for i in range(3)]),
+    "qnli": ("QNLI", "index~question~sentence~label", ["0~When?~Then.~entailment", "1~Who?~Then.~not_entailment"],
+             [("When?", "Then.", 0), ("Who?", "Then.", 1)]),
+    "rte": ("rte", "index~sentence1~sentence2~label", ["0~It rains.~Wet.~not_entailment", "1~Yes.~Yes.~entailment"],
+            [("It rains.", "Wet.", 1), ("Yes.", "Yes.", 0)]),
+    "wnli": ("Wnli", "index~sentence1~sentence2~label", ["0~He saw him.~He saw.~1\r", "1~She did.~It did.~0\r"],
+             [("He saw him.", "He saw.", 1), ("She did.", "It did.", 0)]),
+}
+
+
+def _write_tsv(folder, task, lines=None, header=None):
+    name, head, rows, _ = TSV[task]
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    head = head if header is None else header
+    text = "\n".join([*([head] if head else []), *(rows if lines is None else lines), ""]).replace("~", "\t")
+    for split in ("train", *glue.TASKS[task].validation):
+        (folder / name / f"{split.replace('validation', 'dev')}.tsv").write_bytes(text.encode())
+
+
+def _load_all(folder, tasks):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        return {task: _load(folder, task) for task in tasks}, out.getvalue()
+
+
+def test_original_tsv_files_are_the_rows_of_the_hub(pool, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    for task, (*_, rows) in TSV.items():
+        _write_tsv(tmp_path / "tsv", task)
+        (tmp_path / "hub" / task).mkdir(parents=True)
+        *texts, labels = zip(*rows)
+        labels = pyarrow.array(labels, pyarrow.float32() if task == "stsb" else pyarrow.int64())
+        table = pyarrow.table({**dict(zip(glue.TASKS[task].fields, texts, strict=True)), "label": labels, "idx": range(len(rows))})
+        for split in ("train", *glue.TASKS[task].validation):
+            pyarrow.parquet.write_table(table, tmp_path / "hub" / task / f"{split}-00000-of-00001.parquet")
+    (hub, _), = pool.run(1, _load_all, str(tmp_path / "hub"), list(TSV))
+    (tsv, said), = pool.run(1, _load_all, str(tmp_path / "tsv"), list(TSV))
+    assert tsv == hub
+    assert tsv["mnli"].keys() == {"train", "validation_matched", "validation_mismatched"}
+    assert tsv["rte"]["train"] == ([("It rains.", "Wet."), ("Yes.", "Yes.")], [1, 0])
+    assert "QQP/train.tsv: left out 2 rows of fewer than 6 columns" in said and said.count("left out") == 2  # and dev.tsv
+
+
+def test_mrpc_as_microsoft_gives_it_out(pool, tmp_path):
+    """Without GLUE's script there is no dev.tsv; the test pairs have labels. With it, its files go first."""
+    (tmp_path / "MRPC").mkdir()
+    for split in ("train", "test"):
+        text = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tone\ttwo\n"
+        (tmp_path / "MRPC" / f"msr_paraphrase_{split}.txt").write_text(text)
+    (data, said), = pool.run(1, _load_all, str(tmp_path), ["mrpc"])
+    assert data["mrpc"] == dict.fromkeys(("train", "validation"), ([("one", "two")], [1])) and "GLUE's scores are on others" in said
+    names = {split: [Path(f).name for f in files] for split, files in glue.data_files(str(tmp_path), "mrpc").items()}
+    assert names == {"train": ["msr_paraphrase_train.txt"], "validation": ["msr_paraphrase_test.txt"]}
+    _write_tsv(tmp_path, "mrpc")
+    assert [Path(f).name for files in glue.data_files(str(tmp_path), "mrpc").values() for f in files] == ["train.tsv", "dev.tsv"]
+
+
+BAD_TSV = {  # task, lines, header unless it is the right one; the message after the file's name
+    "a column too few": ("rte", ["0~a~b~entailment", "1~a~entailment"], None, "line 3: 3 columns instead of 4"),
+    "a tab in a text": ("mrpc", ["1~7~8~a~b~c"], None, "line 2: 6 columns instead of 5"),
+    "five columns in CoLA": ("cola", ["g~1~~a~b"], None, "line 1: 5 columns instead of 4"),
+    "six columns in a QQP row": ("qqp", ["0~1~2~a~b~c~1"], None, "line 2: 7 columns instead of 6"),
+    "label of another task": ("qnli", ["0~a~b~neutral"], None, "line 2: the label is 'neutral', not entailment or not_entailment"),
+    "no agreement in MNLI": ("mnli", ["~".join("0123456789") + "~x~-"], None, "line 2: the label is '-', not entailment or"),
+    "label of a test split": ("wnli", ["0~a~b~-1"], None, "line 2: the label is '-1', not 0 or 1"),
+    "no number": ("stsb", ["~".join("012345678") + "~high"], None, "line 2: the label is 'high', not a number"),
+    "nan": ("stsb", ["~".join("012345678") + "~nan"], None, "line 2: the label is 'nan', not a number"),
+    "no header": ("sst2", ["a b~1"], "b c~0", "line 1: no column label, sentence in the header"),
+    "unlabelled": ("rte", ["0~a~b"], "index~sentence1~sentence2", "line 1: no column label in the header"),
+    "nothing but the header": ("rte", [], None, "no rows"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TSV)
+def test_bad_tsv_files_are_named_with_the_line(case, tmp_path, capsys):
+    task, lines, header, message = BAD_TSV[case]
+    _write_tsv(tmp_path, task, lines, header)
+    text = _refused(capsys, "-t", task, "--data", tmp_path, "--model", "builtin")
+    assert f"{tmp_path / TSV[task][0] / 'train.tsv'}" in text and message in text
+
+
+def test_tsv_file_in_another_encoding(tmp_path, capsys):
+    _write_tsv(tmp_path, "rte")
+    (tmp_path / "rte" / "dev.tsv").write_bytes("index\tsentence1\tsentence2\tlabel\n0\tÜber\tall\tentailment\n".encode("latin-1"))
+    text = _refused(capsys, "-t", "rte", "--data", tmp_path, "--model", "builtin")
+    assert str(tmp_path / "rte" / "dev.tsv") in text and "'utf-8' codec can't decode byte 0xdc" in text
+
+
+def test_both_validation_splits_of_mnli_are_reported(tmp_path, capsys):  # CASES 81
+    _write_tsv(tmp_path, "mnli")
+    glue.main(["-t", "mnli", "--data", str(tmp_path), "--model", "builtin", "--batch_size", "3", "--epochs", "1"])
+    text = capsys.readouterr().out
+    result = _last_line(text)
+    assert "accuracy" not in result and result["accuracy_matched"] == result["accuracy_mismatched"]  # the same rows here
+    assert "3 training and 3 + 3 validation examples" in text
+    assert "answering 0 to every validation_matched example scores accuracy 0.333" in text
 
 
 def test_hub_that_answers(monkeypatch):
@@ -421,7 +899,6 @@ REFUSALS = {
     "rate is nan": (["--lr", "nan"], "--lr must be between"),
     "warmup": (["--warmup", "1.5"], "--warmup must be between 0 and 1, got 1.5"),
     "F1 for a task without": (["-t", "cola", "--target_f1", "0.5"], "cola is not measured by F1"),
-    "builtin for another task": (["-t", "cola", "--data", "builtin"], "no built-in corpus for cola"),
     "no folder": (["--data", "/no/such/folder"], "there is no folder /no/such/folder"),
     "no model folder": (["--data", "builtin", "--model", "./nowhere"], "there is no such folder"),
     "micro-batches": (["--batch_size", "4", "--micro_batches", "5"], "--micro_batches 5 is more than the 4 samples"),
@@ -447,17 +924,16 @@ def test_refusals_before_ranks_meet(capsys, monkeypatch, folder):
     monkeypatch.delenv("WORLD_SIZE")
     message = _refused(capsys, "--data", folder, "--task", "qqp")
     assert str(folder / "qqp") in message and "contains mrpc, rte, stsb" in message
+    assert "qqp with train-*.parquet and validation-*.parquet or train.tsv and dev.tsv;" in message
+    (folder / "QNLI").mkdir()
+    assert f"{folder / 'QNLI'} contains nothing" in _refused(capsys, "--data", folder, "--task", "qnli")
+    (folder / "none").mkdir()
+    assert f"{folder / 'none'} contains nothing" in _refused(capsys, "--data", folder / "none", "--task", "qnli")
     monkeypatch.setenv("LOCAL_RANK", "1")  # the message is local rank 0's, the status everybody's
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         glue.main(["--task", "nothing"])
     assert ended.value.code == 2 and capsys.readouterr().err == ""
-
-
-def test_original_tsv_files_are_named(capsys, tmp_path):
-    (tmp_path / "MRPC").mkdir()
-    (tmp_path / "MRPC" / "train.tsv").touch()
-    assert "original TSV files are not supported yet" in _refused(capsys, "--data", tmp_path)
 
 
 @pytest.mark.parametrize("mode", glue.MODES)
@@ -533,11 +1009,14 @@ def _torchrun(ranks, *argv, limit_s):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
 
 
-def test_two_ranks_learn_the_builtin_pairs():
-    """The command of the README, the hub being unreachable. Seen: F1 0.96 to 0.99 with seeds 0, 1 and 42."""
-    done = _torchrun(2, "--mode", "ddp", "--target_f1", "0.9", limit_s=240)
+@pytest.mark.parametrize("task", [task if task == "mrpc" else pytest.param(task, marks=pytest.mark.sweep) for task in FLOORS])
+def test_two_ranks_learn_the_builtin_corpora(task):
+    """The command of the README, the hub being unreachable. Seen with MRPC: F1 0.96 to 0.99 with seeds 0, 1 and 42."""
+    metric, floor, _ = FLOORS[task]
+    done = _torchrun(2, "-t", task, "--mode", "ddp", *(("--target_f1", floor) if metric == "f1" else ()), limit_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     result = _last_line(done.stdout)
-    assert result["data"] == result["model"] == "builtin" and result["world_size"] == 2 and result["f1"] >= 0.9
+    print(result)
+    assert result["data"] == result["model"] == "builtin" and result["world_size"] == 2 and result[metric] >= floor
     assert "NOT GLUE scores" in done.stdout
     assert "arning" not in done.stdout + done.stderr
