@@ -1,6 +1,6 @@
 """What only ddp.py has: the numbers in its docstring, the order of its collectives, a failed backward, its demonstration.
 
-The contract that it shares with the other strategies is in test_contract.py. About 15 s, of which the demonstration takes 10.
+The contract that it shares with the other strategies is in test_contract.py. About 25 s, of which the demonstration takes 10.
 """
 import pathlib
 import re
