@@ -1121,6 +1121,9 @@ def distributed(timeout_s: float = 600.0):
         raise
     except KeyboardInterrupt:
         raise SystemExit(f"rank {rank} of {size}: interrupted") from None
+    except SystemExit:  # sys.exit() inside is an end as normal as any
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 

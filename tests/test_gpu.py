@@ -43,8 +43,6 @@ def run(pool, request):
 @pytest.mark.parametrize("kind", contract.KINDS)
 @pytest.mark.parametrize("own_loop", [False, True], ids=["forward_backward", "own_loop"])
 def test_float64_equals_one_process(run, kind, own_loop):
-    if own_loop and kind == "batchnorm":
-        pytest.skip("its reference follows forward_backward's pieces")
     run(contract.train_beside_reference, "ddp", kind, own_loop=own_loop)
 
 

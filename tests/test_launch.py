@@ -83,6 +83,14 @@ def test_a_normal_end_says_nothing(tmp_path):
     assert not noise, noise
 
 
+def test_sys_exit_inside_is_a_normal_end(tmp_path):
+    threads = '[open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]'
+    body = TRAIN % "pass" + f"    import atexit; atexit.register(lambda: print('threads', {threads}))\n    sys.exit(0)\n"
+    code, out, err, _ = torchrun(tmp_path, body)
+    assert code == 0 and out.count("threads") == 2 and "gloo" not in out, (out, err)
+    assert "destroy_process_group" not in err, err
+
+
 def test_one_rank_raises(tmp_path):
     code, out, err, seconds = torchrun(tmp_path, TRAIN % 'assert dist.get_rank() == 0 or step < 1, "bad sample 17"')
     assert code == 1 and "done" not in out
@@ -109,8 +117,7 @@ def test_one_rank_is_late(tmp_path):
     body = TRAIN % "step == 1 and dist.get_rank() == 1 and time.sleep(1000)"
     code, out, err, seconds = torchrun(tmp_path, body, ranks=3, timeout_s=4)
     assert code == 1 and "done" not in out and seconds < 60
-    assert "no word from rank 1: killed, or late" in err or "ends because of" in err, err
-    assert re.search(r"no word from rank 1(,|:)", err), err
+    assert "no word from rank 1: killed, or late" in err, err
 
 
 def test_ctrl_c(tmp_path):
