@@ -121,11 +121,37 @@ class Parser(argparse.ArgumentParser):
         raise Stop(message)
 
 
+def strategy_options(p: Parser, seeds: str) -> None:
+    """Options that say how to train and not what: every script has them."""
+    p.add_argument("--mode", "-p", "--plugin", default="ddp", choices=[*MODES, *ALIASES],
+                   help="the strategy, also by ColossalAI's names; default ddp")
+    p.add_argument("--micro_batches", type=int, default=1, help="pieces of a rank's share of a batch; default 1")
+    p.add_argument("--no_scale_lr", action="store_true", help="do not multiply the learning rate")
+    p.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="ddp: fp32, ddp_fp16: fp16, others: bf16")
+    p.add_argument("--seed", type=int, default=42, help=f"of {seeds}; default 42")
+    p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
+    p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
+    p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
+    p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
+    p.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="other arguments of the mode's class")
+
+
+def check_options(args: argparse.Namespace, at_least_1: tuple[str, ...], between: tuple[tuple[str, float, float], ...]) -> None:
+    """Fill in what the mode decides; Stop for a number out of range, among these options or those of `strategy_options`."""
+    args.mode = ALIASES.get(args.mode, args.mode)
+    args.precision = args.precision or MODES[args.mode].precision
+    for name in (*at_least_1, "micro_batches", "tp", "pp", "sp"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise Stop(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for name, low, high in (*between, ("seed", 0, math.inf)):
+        if getattr(args, name) is not None and not low <= getattr(args, name) <= high:
+            raise Stop(f"--{name} must be between {low} and {high}, got {getattr(args, name)}")
+    args.copy_ranks = (args.tp or 1) * (args.pp or 1) * (args.sp or 1)  # ranks that share one copy of the model
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = Parser(description="Fine-tune a model on a GLUE task with one of the strategies.", allow_abbrev=False)
     p.add_argument("-t", "--task", default="mrpc", choices=TASKS, help="default mrpc")
-    p.add_argument("--mode", "-p", "--plugin", default="ddp", choices=[*MODES, *ALIASES],
-                   help="the strategy, also by ColossalAI's names; default ddp")
     p.add_argument("--data", default="auto",
                    help="auto (default): the hub, or the built-in corpus if the hub does not answer in 4 s; builtin; "
                    "or a folder: TASK/train-*.parquet and so on as on the hub, or TASK/train.tsv and dev.tsv as first given out")
@@ -133,33 +159,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    help="a hub name; a local folder; builtin: a random BERT of 2 layers, width 64; auto (default): "
                    f"{HUB_MODEL}, or builtin if the data is")
     p.add_argument("--batch_size", type=int, default=32, help="samples per step, all ranks together; default 32")
-    p.add_argument("--micro_batches", type=int, default=1, help="pieces of a rank's share of a batch; default 1")
     p.add_argument("--epochs", type=int, help=f"default {EPOCHS}, for the built-in model {BUILTIN_EPOCHS}")
     p.add_argument("--lr", type=float,
                    help="peak learning rate, given or default, per data-parallel rank: it is multiplied by their "
                    f"number; default {LR:g}. Only the built-in model's own default, {BUILTIN_LR:g}, is not")
-    p.add_argument("--no_scale_lr", action="store_true", help="do not multiply the learning rate")
     p.add_argument("--warmup", type=float, default=0.1, help="part of the steps in which lr rises; default 0.1")
     p.add_argument("--weight_decay", type=float, default=0.01, help="not for biases and norms; default 0.01, off 0")
-    p.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="ddp: fp32, ddp_fp16: fp16, others: bf16")
     p.add_argument("--max_length", type=int, default=128, help="longer inputs are cut, in tokens; default 128")
-    p.add_argument("--seed", type=int, default=42, help="of weights, order and dropout; default 42")
-    p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
-    p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
-    p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
-    p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
-    p.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="other arguments of the mode's class")
     p.add_argument("--target_f1", type=float, help="exit with status 1 if F1 ends below this; default off")
+    strategy_options(p, "weights, order and dropout")
     args = p.parse_args(argv)
-    args.mode = ALIASES.get(args.mode, args.mode)
-    args.precision = args.precision or MODES[args.mode].precision
-    for name in ("batch_size", "micro_batches", "epochs", "tp", "pp", "sp"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise Stop(f"--{name} must be at least 1, got {getattr(args, name)}")
-    for name, low, high in (("max_length", 8, math.inf), ("seed", 0, math.inf), ("lr", 0, math.inf),
-                            ("weight_decay", 0, math.inf), ("warmup", 0, 1), ("target_f1", 0, 1)):
-        if getattr(args, name) is not None and not low <= getattr(args, name) <= high:
-            raise Stop(f"--{name} must be between {low} and {high}, got {getattr(args, name)}")
+    check_options(args, ("batch_size", "epochs"), (("max_length", 8, math.inf), ("lr", 0, math.inf), ("warmup", 0, 1),
+                                                   ("weight_decay", 0, math.inf), ("target_f1", 0, 1)))
     if args.target_f1 is not None and "f1" not in TASKS[args.task].metrics:
         raise Stop(f"--target_f1: {args.task} is not measured by F1 but by {', '.join(TASKS[args.task].metrics)}")
     if args.data not in ("auto", "builtin"):
@@ -167,7 +178,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.model = os.path.expanduser(args.model)
     if args.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(args.model):
         raise Stop(f"--model {args.model}: there is no such folder")
-    args.copy_ranks = (args.tp or 1) * (args.pp or 1) * (args.sp or 1)  # ranks that share one copy of the model
     return args
 
 
@@ -197,10 +207,25 @@ def load_engine(args):
     return module, engine_class, knobs
 
 
-def check_batch_size(args, world_size: int) -> None:
+def build_engine(args, engine_class, model, params, **arguments):
+    """The strategy around the model. What its class says of an --engine argument is a Stop."""
+    try:
+        return engine_class(model, params, **arguments)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if not args.engine:
+            raise
+        raise Stop(f"--engine {' '.join(args.engine)}: {error}") from error
+
+
+def data_parallel_ranks(args, world_size: int) -> int:
+    """How many ranks, or groups of ranks that share a copy of the model, have samples of their own."""
     if world_size % args.copy_ranks:
         raise Stop(f"{world_size} ranks are not a multiple of tp x pp x sp = {args.copy_ranks}")
-    data_ranks = world_size // args.copy_ranks
+    return world_size // args.copy_ranks
+
+
+def check_batch_size(args, world_size: int) -> None:
+    data_ranks = data_parallel_ranks(args, world_size)
     share = args.batch_size // data_ranks
     if args.batch_size % data_ranks:
         raise Stop(f"--batch_size {args.batch_size} is not a multiple of the {data_ranks} data-parallel ranks")
@@ -211,25 +236,36 @@ def check_batch_size(args, world_size: int) -> None:
 # ---- 2. data -------------------------------------------------------------------------------------------------------
 
 
-def hub_answers(limit_s: float = 4.0) -> bool:
-    """Whether the Hugging Face hub answers within `limit_s` seconds. The thread is there for what has no limit of
-    its own, a silent name server. urllib takes the proxies of the environment."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    answers = []
+def answers(url: str, limit_s: float = 4.0) -> bool:
+    """Whether a server answers within `limit_s` seconds. The thread is there for what has no limit of its own, a silent
+    name server. urllib takes the proxies of the environment."""
+    heard = []
 
     def ask():
         try:
-            url = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=limit_s).close()
-            answers.append(True)
+            heard.append(True)
         except (OSError, ValueError, http.client.HTTPException):
             pass  # no route, no name, refused, an error status, a malformed address, not HTTP
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(limit_s)
-    return bool(answers)
+    return bool(heard)
+
+
+def hub_answers(limit_s: float = 4.0) -> bool:
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    return answers(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", limit_s)
+
+
+def ask_rank_0(question, device):
+    """question() of rank 0, on every rank: ranks that asked the network themselves might hear different answers."""
+    # before: rank 0 knows.  after: all ranks know.  sends: a few bytes; everybody waits for rank 0.
+    answer = [question() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0, device=device)
+    return answer[0]
 
 
 def on_all_ranks(prepare, node_first: bool):
@@ -358,23 +394,20 @@ NO_HUB = """\
 
 
 def choose_sources(args, device) -> tuple[str, str, bool]:
-    """(hub, builtin or folder; the model's name; whether the hub answers, for rank 0). Asks only if it matters."""
+    """(hub, builtin or folder; the model's name; whether the hub answers). Asks only if it matters."""
     source = args.data if args.data in ("builtin", "auto") else "folder"
     name = "builtin" if args.model == "auto" and source == "builtin" else args.model
-    online = [True]
-    if source == "auto" or name != "builtin" and not os.path.isdir(name):
-        # before: rank 0 knows.  after: all ranks know.  sends: a few bytes; everybody waits for rank 0, up to 4 s.
-        online = [dist.get_rank() > 0 or hub_answers()]
-        dist.broadcast_object_list(online, src=0, device=device)
-    if not online[0]:
+    asks = source == "auto" or name != "builtin" and not os.path.isdir(name)
+    online = ask_rank_0(hub_answers, device) if asks else True
+    if not online:
         os.environ["HF_HUB_OFFLINE"] = "1"  # the libraries would retry for 25 s, each of them
     if source == "auto":
-        source = "hub" if online[0] else "builtin"
+        source = "hub" if online else "builtin"
         if source == "builtin" and dist.get_rank() == 0:
             print(NO_HUB, flush=True)
     if name == "auto":
         name = "builtin" if source == "builtin" else HUB_MODEL
-    return source, name, online[0]
+    return source, name, online
 
 
 # ---- 3. built-in corpora -------------------------------------------------------------------------------------------
@@ -590,9 +623,13 @@ def batch_of(split: dict[str, torch.Tensor], rows: np.ndarray, device) -> dict[s
 def training_rows(examples: int, batch_size: int, seed: int, epoch: int, rank: int, ranks: int) -> np.ndarray:
     """(steps, batch_size / ranks): the rows that `rank` takes in each step of an epoch. All ranks together take the
     same rows in the same order whatever their number is."""
-    steps = examples // batch_size
-    order = np.random.default_rng([seed, epoch]).permutation(examples)
-    return order[: steps * batch_size].reshape(steps, ranks, batch_size // ranks)[:, rank]
+    return share_of(np.random.default_rng([seed, epoch]).permutation(examples), batch_size, rank, ranks)
+
+
+def share_of(items: np.ndarray, batch_size: int, rank: int, ranks: int) -> np.ndarray:
+    """items (examples, ...) in the order of an epoch -> (steps, batch_size / ranks, ...): those of `rank` in each step."""
+    steps = len(items) // batch_size
+    return items[: steps * batch_size].reshape(steps, ranks, batch_size // ranks, *items.shape[1:])[:, rank]
 
 
 # ---- 5. model ------------------------------------------------------------------------------------------------------
@@ -652,36 +689,41 @@ def decay_groups(model, weight_decay: float) -> list[dict]:
 # ---- 6. evaluation and metrics -------------------------------------------------------------------------------------
 
 
-def unit_rows(examples: int, rank: int, ranks: int) -> np.ndarray:
-    """(units, UNIT): the rows of the units that `rank` evaluates, as many units on every rank, since sharded engines
+def unit_rows(examples: int, rank: int, ranks: int, unit: int = UNIT) -> np.ndarray:
+    """(units, unit): the rows of the units that `rank` evaluates, as many units on every rank, since sharded engines
     communicate in forward. Places past the last example repeat rows of unit 0; `merge_units` drops them."""
-    units_per_rank = -(-examples // (UNIT * ranks))
-    rows = (rank + ranks * np.arange(units_per_rank)[:, None]) * UNIT + np.arange(UNIT)
-    return np.where(rows < examples, rows, np.minimum(rows % UNIT, examples - 1))
+    units_per_rank = -(-examples // (unit * ranks))
+    rows = (rank + ranks * np.arange(units_per_rank)[:, None]) * unit + np.arange(unit)
+    return np.where(rows < examples, rows, np.minimum(rows % unit, examples - 1))
 
 
 def merge_units(parts: list[torch.Tensor], examples: int) -> torch.Tensor:
-    """Per rank (units, UNIT, labels) -> (examples, labels) in the order of the split."""
+    """Per rank (units, unit, labels) -> (examples, labels) in the order of the split."""
     return torch.stack(parts, dim=1).flatten(0, 2)[:examples]  # unit u is at [u // ranks, u % ranks]
 
 
 @torch.no_grad()
-def evaluate(engine, split, device, data_rank: int, data_ranks: int, desc: str = "") -> np.ndarray:
-    """Logits (examples, labels) of a split, float32, the same on every rank."""
-    engine.eval()
-    rows = unit_rows(len(split["labels"]), data_rank, data_ranks)
-    logits = []
-    for unit in tqdm(rows, desc, disable=dist.get_rank() > 0, mininterval=1):
-        batch = batch_of(split, unit, device)
-        del batch["labels"]
-        logits.append(engine(**batch).logits.float())
-    mine = torch.stack(logits)
-    # before: data-parallel rank r holds the units r, r + N, ... as (units, UNIT, labels), float32.
+def logits_of_units(forward, examples: int, data_rank: int, data_ranks: int, unit: int, desc: str) -> np.ndarray:
+    """Logits (examples, labels), float32, the same on every rank. forward(rows) gives those (unit, labels) of some rows."""
+    rows = tqdm(unit_rows(examples, data_rank, data_ranks, unit), desc, disable=dist.get_rank() > 0, mininterval=1)
+    mine = torch.stack([forward(unit_of_rows).float() for unit_of_rows in rows])
+    # before: data-parallel rank r holds the units r, r + N, ... as (units, unit, labels), float32.
     # after:  every rank holds those of all ranks; ranks that share a model copy have the same, one of them is enough.
     # sends:  (world_size - 1) times that, once per evaluation; everybody waits.
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
-    return merge_units(parts[:: dist.get_world_size() // data_ranks], len(split["labels"])).cpu().numpy()
+    return merge_units(parts[:: dist.get_world_size() // data_ranks], examples).cpu().numpy()
+
+
+def evaluate(engine, split, device, data_rank: int, data_ranks: int, desc: str = "") -> np.ndarray:
+    """Logits (examples, labels) of a split, float32, the same on every rank."""
+    def forward(rows):
+        batch = batch_of(split, rows, device)
+        del batch["labels"]
+        return engine(**batch).logits
+
+    engine.eval()
+    return logits_of_units(forward, len(split["labels"]), data_rank, data_ranks, UNIT, desc)
 
 
 def evaluation_loss(logits: np.ndarray, labels: np.ndarray) -> float:
@@ -769,13 +811,8 @@ def run(args, engine_class, knobs: dict, device) -> None:
     steps = examples // args.batch_size
     total, warm = epochs * steps, int(args.warmup * epochs * steps)
     parameters = sum(p.numel() for p in model.parameters())  # before the engine: it may keep only a part of them here
-    try:
-        engine = engine_class(model.to(device), decay_groups(model, args.weight_decay),
-                              **{"lr": lr, "eps": 1e-8, "precision": args.precision, **knobs})
-    except (ValueError, TypeError, NotImplementedError) as error:
-        if not args.engine:
-            raise
-        raise Stop(f"--engine {' '.join(args.engine)}: {error}") from error
+    engine = build_engine(args, engine_class, model.to(device), decay_groups(model, args.weight_decay),
+                          **{"lr": lr, "eps": 1e-8, "precision": args.precision, **knobs})
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         engine.optimizer, lambda s: min((s + 1) / max(warm, 1), (total - s) / max(total - warm, 1), 1.0))
 
@@ -814,18 +851,25 @@ def run(args, engine_class, knobs: dict, device) -> None:
 
 
 def train_epoch(engine, scheduler, split, rows: np.ndarray, micro_batches: int, device, title: str) -> float:
-    """One optimizer step for each row of `rows`. Returns the mean loss over the epoch's samples, of all ranks."""
+    """One optimizer step for each row of `rows`, and one of the schedule. Returns the mean loss over the epoch."""
+    batches = (batch_of(split, mine, device) for mine in rows)
+    return train_steps(engine, batches, len(rows), micro_batches, device, title, after_step=scheduler.step)
+
+
+def train_steps(engine, batches, steps: int, micro_batches: int, device, title: str, loss_fn=None,
+                after_step=lambda: None) -> float:
+    """One optimizer step for each batch. Returns the mean loss over the samples of all of them, of all ranks."""
     engine.train()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # read once: no step waits for the device
-    with tqdm(rows, title, disable=dist.get_rank() > 0, mininterval=1) as bar:
-        for step, mine in enumerate(bar):
-            loss = engine.forward_backward(batch_of(split, mine, device), micro_batches=micro_batches)
+    with tqdm(batches, title, steps, disable=dist.get_rank() > 0, mininterval=1) as bar:
+        for step, batch in enumerate(bar):
+            loss = engine.forward_backward(batch, micro_batches=micro_batches, loss_fn=loss_fn)
             engine.step()
-            scheduler.step()
+            after_step()
             loss_sum += loss.detach()  # over all ranks already, and every step has as many samples as any other
             if step % 50 == 0 and not bar.disable:
                 bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-    return loss_sum.item() / len(rows)
+    return loss_sum.item() / steps
 
 
 def json_line(result: dict) -> str:
@@ -833,12 +877,14 @@ def json_line(result: dict) -> str:
     return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()})
 
 
-def main(argv: list[str] | None = None) -> None:
+def launch(script: str, argv: list[str] | None, parse, check, run) -> None:
+    """A script from its arguments to its exit status. parse(argv) -> args and check(args, world_size) may refuse before
+    ranks meet; run(args, engine_class, knobs, device) is called in the process group."""
     stop = None
     try:
         args = parse(argv)
         module, engine_class, knobs = load_engine(args)
-        check_batch_size(args, int(os.environ.get("WORLD_SIZE", 1)))
+        check(args, int(os.environ.get("WORLD_SIZE", 1)))
         with module.distributed(timeout_s=600) as device:  # torchrun's ranks; a single one without torchrun
             try:
                 run(args, engine_class, knobs, device)
@@ -848,10 +894,14 @@ def main(argv: list[str] | None = None) -> None:
         stop = error
     if stop is not None:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
-            print(f"train_glue.py: {stop}", file=sys.stderr, flush=True)
+            print(f"{script}: {stop}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when one has ended: let local rank 0, perhaps slower, say why
         sys.exit(stop.status)
+
+
+def main(argv: list[str] | None = None) -> None:
+    launch("train_glue.py", argv, parse, check_batch_size, run)
 
 
 if __name__ == "__main__":
