@@ -33,7 +33,7 @@ sent bucket 1, they would hang, or, being of one size, be added up without an er
 After construction nothing keeps replicas equal but equal arithmetic: buffers other than running statistics are never
 communicated. All ranks must make the same calls in the same order (backward, no_sync, zero_grad, step); an exception on
 one of them ends the run. Left out: sparse gradients, complex parameters and models spread over several devices (refused
-by name). Not here yet, and an error that says so: save, load, capture.
+by name). Not here yet, and an error that says so: capture.
 
 PyTorch Distributed, arXiv:2006.15704 (buckets §3.2.2, overlap and unused parameters §3.2.3, no_sync §3.2.4);
 ring all-reduce: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), §3; loss scale: arXiv:1710.03740 §3.2.
@@ -52,7 +52,12 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import io
+import itertools
+import json
+import math
 import os
+import random
 import re
 import socket
 import struct
@@ -181,6 +186,7 @@ class DDP:
             open_.setdefault(p.dtype, []).append(i)
             size_bytes[p.dtype] += p_bytes
         self.buckets: list[Bucket] = []
+        self._bucket_order = order
         self._bucket_of = [0] * len(self.params)
         for indices in closed + list(open_.values()):
             starts, numel = [], 0
@@ -468,7 +474,9 @@ class DDP:
         order = self._first_order + [i for i in reversed(range(len(self.params))) if i not in seen]
         # before: each rank has its own order.  after: all have rank 0's.  sends: 8 bytes per parameter tensor, once; the
         # host waits here, in this one step.
-        order = self._broadcast(torch.tensor(order, device=self.device)).tolist()
+        self._replace_buckets(self._broadcast(torch.tensor(order, device=self.device)).tolist())
+
+    def _replace_buckets(self, order: list[int]) -> None:
         for p in self.params:
             p.grad = None
         for fragment in self.fragments:
@@ -544,11 +552,32 @@ class DDP:
         for t in (*self.module.parameters(), *self.module.buffers()):  # weights are their own masters here
             self._broadcast(t.data)
 
-    def save(self, directory: str) -> None:
-        raise NotImplementedError("DDP.save: checkpoints are not in ddp.py yet; state_dict() has the weights")
+    def save(self, directory: str, **extra) -> None:
+        """Write a checkpoint that any strategy resumes on any number of ranks: weights, moments, step counts, buffers, param
+        groups' options, loss scale, each rank's random numbers (torch's and Python's), and `extra`: plain data, and objects
+        like schedulers by their state_dict(). A collective, between steps; every rank sees the same file system.
+        Overwrites a checkpoint, never anything else; killed at any moment it leaves a complete one. Raises CheckpointError.
+        """
+        save_checkpoint(self, directory, {**extra, "_bucket_order": [self.names[i] for i in self._bucket_order]})
 
-    def load(self, directory: str) -> None:
-        raise NotImplementedError("DDP.load: checkpoints are not in ddp.py yet; load_state_dict() loads weights")
+    def load(self, directory: str, **objects) -> dict:
+        """Continue from a checkpoint of any strategy: engine.load(dir, scheduler=scheduler) gives each object the state that was
+        saved under its name and returns the other extras. On as many ranks the run goes on bit for bit, random numbers
+        included; on another number they are left as they are. Discards gradients. Raises CheckpointError, on all ranks and
+        before anything changes, for what is missing, damaged, of another shape or in another param group."""
+        extra = load_checkpoint(self, directory, objects)
+        self.zero_grad()
+        order = extra.pop("_bucket_order", [])  # it decides in which order a ring adds
+        if sorted(order) == sorted(self.names):
+            self._replace_buckets([self.names.index(name) for name in order])
+        return extra
+
+    def kept(self) -> "list[Fragment]":
+        """What a checkpoint holds beside what is trained: frozen parameters, and the buffers that are in the state dict."""
+        trained, persistent = set(self.names), self.module.state_dict().keys()
+        rest = [(n, p.data, FROZEN) for n, p in self.module.named_parameters() if n not in trained]
+        rest += [(n, b, BUFFER) for n, b in self.module.named_buffers() if n in persistent]
+        return [Fragment(n, i, tuple(t.shape), (tuple(slice(0, s) for s in t.shape),), 0, t.numel(), t) for n, t, i in rest]
 
     def capture(self, batch, micro_batches: int = 1, loss_fn=None):
         raise NotImplementedError("DDP.capture: CUDA graphs are not in ddp.py yet")
@@ -816,6 +845,10 @@ def model_loss(model: nn.Module, micro_batch, loss_fn=None) -> Tensor:
 
 
 # >>> shared block: fragments
+FROZEN, BUFFER = -1, -2  # in the place of `index`: not trained, but part of a checkpoint
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 @dataclasses.dataclass
 class Fragment:
     """What this rank's optimizer owns of one parameter.
@@ -828,7 +861,7 @@ class Fragment:
     """
 
     name: str
-    index: int  # of the parameter among the trained ones, in the model's order; the same on every rank
+    index: int  # of the parameter among this rank's trained ones, in the model's order; or FROZEN or BUFFER
     shape: tuple[int, ...]  # of the full parameter
     boxes: tuple[tuple[slice, ...], ...]
     start: int
@@ -838,6 +871,14 @@ class Fragment:
     half: Tensor | None = None
     exp_avg: Tensor | None = None
     exp_avg_sq: Tensor | None = None
+
+    def kinds(self) -> tuple[str, ...]:
+        """Which of its tensors a checkpoint holds."""
+        return ("master", *(kind for kind in MOMENTS if self.index >= 0))
+
+    def bare(self) -> "Fragment":
+        """Without its tensors, for other ranks to know about; an empty one says the dtype."""
+        return Fragment(self.name, self.index, self.shape, self.boxes, self.start, self.end, self.master.new_empty(0, device="cpu"))
 
 
 def storage_bytes(tensors) -> dict[str, int]:
@@ -940,10 +981,11 @@ class Adam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.engine.zero_grad()
 
-    def state_dict(self, *_):
-        raise NotImplementedError("the moments are kept by fragment, not by group: use engine.save(dir) and engine.load(dir)")
+    def state_dict(self) -> dict:
+        return export_adam(self.engine)
 
-    load_state_dict = state_dict
+    def load_state_dict(self, state_dict: Mapping) -> None:
+        import_adam(self.engine, state_dict)
 
     def own(self, fragments: list[Fragment]) -> None:
         """Take over fragments, or take note that tensors of theirs moved. New ones get moments of zero."""
@@ -1081,6 +1123,492 @@ def adam_library(device: torch.device):
     library.adam_error.restype, library.adam_chunk_numel.restype = ctypes.c_char_p, ctypes.c_int64
     return library
 # <<< shared block: adam library
+
+
+# >>> shared block: pieces
+def stretches(shape, boxes, start: int, end: int) -> list[tuple[int, int, int]]:
+    """A fragment as (place in the flattened full parameter, place in the fragment, numel), contiguous in both: one for a
+    range of a whole parameter, one per row for a box of columns."""
+    if not shape:
+        shape, boxes = (1,), ((slice(0, 1),),)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    cut = [d for box in boxes for d, s in enumerate(box) if (s.start, s.stop) != (0, shape[d])]
+    last = max(cut, default=0)  # behind this dim every box is whole, so a stretch runs through
+    joined = next((d for d in range(len(shape)) if len({(box[d].start, box[d].stop) for box in boxes}) > 1), 0)
+    found, local = [], 0
+    for outer in itertools.product(*(range(s.start, s.stop) for s in boxes[0][:joined])):
+        for box in boxes:
+            for inner in itertools.product(*(range(s.start, s.stop) for s in box[joined:last])):
+                full = sum(i * stride for i, stride in zip(outer + inner, strides)) + box[last].start * strides[last]
+                numel = (box[last].stop - box[last].start) * strides[last]
+                lo, hi = max(local, start), min(local + numel, end)
+                if lo < hi:
+                    found.append((full + lo - local, lo - start, hi - lo))
+                local += numel
+    return found
+
+
+def overlaps(own: list, other: list) -> list[tuple[int, int, int]]:
+    """What two lists of stretches of one parameter share: (place in the one fragment, place in the other, numel)."""
+    own, other, shared, i, j = sorted(own), sorted(other), [], 0, 0
+    while i < len(own) and j < len(other):
+        (a, a_place, a_numel), (b, b_place, b_numel) = own[i], other[j]
+        lo, hi = max(a, b), min(a + a_numel, b + b_numel)
+        if lo < hi:
+            shared.append((a_place + lo - a, b_place + lo - b, hi - lo))
+        i, j = (i + 1, j) if a + a_numel <= b + b_numel else (i, j + 1)
+    return shared
+
+
+def deal(held: list[list[Fragment]], spread: bool = True) -> dict[str, list[tuple]]:
+    """Who hands out what, each element once: name -> pieces (rank, boxes, start, end). held[r]: the fragments of rank r.
+
+    What several ranks hold alike is cut into one piece for each of them or, without `spread`, taken from the first. A buffer
+    is always taken from the first: nobody promises that buffers are alike."""
+    pieces, blocks = {}, {}
+    for rank, fragments in enumerate(held):
+        for f in fragments:
+            pieces.setdefault(f.name, [])
+            blocks.setdefault((f.name, repr(f.boxes)), []).append((rank, f))
+    for (name, _), holders in blocks.items():
+        ends = sorted({e for _, f in holders for e in (f.start, f.end)})
+        for lo, hi in zip(ends, ends[1:]):
+            ranks = [r for r, f in holders if f.start <= lo and hi <= f.end]
+            ranks = ranks if spread and holders[0][1].index != BUFFER else ranks[:1]
+            cuts = [lo + (hi - lo) * k // max(len(ranks), 1) for k in range(len(ranks) + 1)]
+            pieces[name] += [(r, holders[0][1].boxes, a, b) for r, a, b in zip(ranks, cuts, cuts[1:]) if a < b]
+    return pieces
+# <<< shared block: pieces
+
+
+# >>> shared block: meeting
+MEETING_S = 60.0  # how long a rank waits for the others to make the same call
+
+
+class CheckpointError(RuntimeError):
+    """What is wrong with a checkpoint or a state dict, or kept one from being written; raised on all ranks alike."""
+
+
+def meet(engine, what: str) -> None:
+    """Wait until every rank of the engine has come here; CheckpointError with those that have not after MEETING_S. Through the
+    store, not by a collective, which a rank that comes alone could never leave."""
+    if engine.world_size == 1:
+        return
+    me, ranks = dist.get_rank(), dist.get_process_group_ranks(engine.group)
+    store = dist.distributed_c10d._get_default_store()
+    visits = lambda r, more=0: store.add(f"{what} {ranks} {r}", more)  # a counter of each rank's calls
+    own, deadline = visits(me, 1), time.monotonic() + MEETING_S
+    while any(visits(r) < own for r in ranks):
+        if time.monotonic() > deadline:
+            visits(me, -1)  # the next call counts afresh
+            if late := [r for r in ranks if r != me and visits(r) < own]:
+                raise CheckpointError(f"{what} is for all ranks together: rank {late} did not call it within {MEETING_S:g} s")
+            visits(me, 1)  # they came at the last moment, and count on this rank
+            return
+        time.sleep(0.01)
+
+
+def together(engine, action) -> list:
+    """action() on every rank; the results of all, in order of rank. What fails on one rank is a CheckpointError on all."""
+    result = error = None
+    try:
+        result = action()
+    except Exception as e:
+        error = e
+    answers = [(result, error and f"{type(error).__name__}: {error}".removeprefix("CheckpointError: "))]
+    if engine.world_size > 1:
+        # before: each rank has its result or its error.  after: all have those of all.  sends: what they pickle to; all wait.
+        mine, answers = answers[0], [None] * engine.world_size
+        dist.all_gather_object(answers, mine, group=engine.group)
+    reasons: dict[str, list[int]] = {}
+    for rank, (_, reason) in enumerate(answers):
+        if reason:
+            reasons.setdefault(reason, []).append(rank)
+    if reasons:
+        raise CheckpointError("; ".join(reason if len(ranks) == engine.world_size else f"rank {ranks}: {reason}"
+                                        for reason, ranks in reasons.items())) from error
+    return [result for result, _ in answers]
+# <<< shared block: meeting
+
+
+# >>> shared block: checkpoint
+FORMAT = 1  # of the folder that `save` writes; any other is refused
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+          "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+OURS = re.compile(r"rank_\d{5}\.safetensors|meta\.json|extra\.pt")  # nothing else is ever removed
+RANK_FILE = "rank_{:05d}.safetensors".format
+
+
+def save_checkpoint(engine, directory: str, extra: dict) -> None:
+    """Write rank_00000.safetensors ... (each rank's share of all fragments, and its random numbers' state), meta.json (who
+    wrote which piece of what) and extra.pt. A collective; all ranks must see one file system.
+
+        directory.tmp, synced | directory -> directory.old | directory.tmp -> directory | directory.old is removed
+
+    Killed at any moment, this leaves a complete checkpoint, the old or the new one, where `load` finds it.
+    """
+    meet(engine, "save")
+    directory, fragments, adam = os.path.realpath(directory), engine.fragments + engine.kept(), engine.optimizer
+    tmp, old, steps = f"{directory}.tmp", f"{directory}.old", adam.steps.tolist()
+
+    def describe():
+        torch.load(io.BytesIO(pickled(extra)), weights_only=True)  # what `load` could not read is refused now
+        if unknown := [f"{f.name} ({f.master.dtype})" for f in fragments if f.master.dtype not in DTYPES.values()]:
+            raise CheckpointError(f"the format does not know the dtype of {', '.join(unknown)}")
+        trained = {f.name: {"group": adam.group_list[f.index], "step": steps[f.index]} for f in engine.fragments}
+        return directory, [f.bare() for f in fragments], trained
+
+    everyone = together(engine, describe)
+    pieces = deal([bare for _, bare, _ in everyone])
+
+    def prepare():
+        if places := {place for place, _, _ in everyone} - {directory}:
+            raise CheckpointError(f"ranks save to different folders: {directory} and {', '.join(places)}")
+        if engine.rank == 0:
+            if not os.path.exists(directory) and os.path.exists(old):
+                os.rename(old, directory)  # a save was killed between its renames
+            for place in (directory, tmp, old):  # refuses before anything is removed
+                files_of(place)
+            remove(tmp)
+            remove(old)
+            os.makedirs(tmp)
+
+    def write():
+        entries = [(f"random.{k}", t, 0, t.numel()) for k, t in random_states(engine.device).items()]
+        for name, parts in pieces.items():
+            for i, (rank, boxes, lo, hi) in enumerate(parts):
+                if rank == engine.rank:
+                    f = next(f for f in fragments if (f.name, f.boxes) == (name, boxes) and f.start <= lo and hi <= f.end)
+                    entries += [(f"{name}.{kind}.{i}", getattr(f, kind), lo - f.start, hi - f.start) for kind in f.kinds()]
+        return write_tensors(os.path.join(tmp, RANK_FILE(engine.rank)), entries)
+
+    def publish():
+        if engine.rank == 0:
+            parameters = {f.name: {"shape": f.shape, "pieces": [
+                (rank, [[(s.start, s.stop) for s in box] for box in boxes], lo, hi) for rank, boxes, lo, hi in pieces[f.name]]}
+                for _, bare, _ in everyone for f in bare}
+            for _, _, trained in everyone:
+                for name in trained:
+                    parameters[name] |= trained[name]
+            meta = {"format": FORMAT, "mode": type(engine).__name__, "world_size": engine.world_size, "parameters": parameters,
+                    "groups": [options_of(group) for group in adam.param_groups], "scale": engine.scaler.state.tolist(),
+                    "dynamic_scale": bool(engine.scaler.interval), "files": {RANK_FILE(r): info for r, info in enumerate(files)}}
+            write_file(os.path.join(tmp, "extra.pt"), [pickled(extra)])
+            write_file(os.path.join(tmp, "meta.json"), [json.dumps([meta, digest(meta)]).encode()])
+            sync(tmp)
+            if os.path.exists(directory):
+                os.rename(directory, old)
+            os.rename(tmp, directory)
+            sync(os.path.dirname(directory))
+            remove(old)
+
+    together(engine, prepare)
+    files = together(engine, write)
+    together(engine, publish)
+
+
+def load_checkpoint(engine, directory: str, objects: dict) -> dict:
+    """Take over what `save` wrote, under any strategy on any number of ranks, and give each of `objects` its state; returns the
+    rest of `extra`. A collective; each rank reads its own slices only. All is checked before anything changes."""
+    meet(engine, "load")
+    directory, fragments = os.path.realpath(directory), engine.fragments + engine.kept()
+    adam, scaler = engine.optimizer, engine.scaler
+    if not os.path.exists(directory) and os.path.exists(f"{directory}.old"):
+        directory += ".old"  # a save was killed between its renames
+    names = {}  # of all ranks: a pipeline stage knows only its own
+    for own in together(engine, lambda: {f.name: (f.shape, adam.group_list[f.index] if f.index >= 0 else None) for f in fragments}):
+        names |= own
+    meta, extra, files, plan = {}, {}, {}, []
+
+    def check():
+        meta.update(read_meta(directory))
+        saved = meta["parameters"]
+        faults = [f"{name} is missing" for name in sorted(names.keys() - saved.keys())]
+        faults += [f"{name} is unexpected" for name in sorted(saved.keys() - names.keys())]
+        for name in sorted(names.keys() & saved.keys()):
+            there = tuple(saved[name]["shape"]), saved[name].get("group")
+            faults += [f"{name} has {what} {theirs} instead of {own}"
+                       for what, theirs, own in zip(("shape", "param group"), there, names[name]) if theirs != own]
+        if len(meta["groups"]) != len(adam.param_groups):
+            faults.append(f"{len(meta['groups'])} param groups instead of {len(adam.param_groups)}")
+        if faults:
+            raise CheckpointError(f"{directory} does not fit: {'; '.join(faults[:10])}")
+        for file, info in meta["files"].items():
+            files[file] = open_tensors(os.path.join(directory, file), info)
+        extra.update(torch.load(os.path.join(directory, "extra.pt"), weights_only=True))
+        if absent := objects.keys() - extra.keys():
+            raise CheckpointError(f"{directory} has no {', '.join(sorted(absent))}; it has {', '.join(sorted(extra))}")
+        for f in fragments:
+            parts, own = [], stretches(f.shape, f.boxes, f.start, f.end)
+            for i, (rank, boxes, lo, hi) in enumerate(saved[f.name]["pieces"]):
+                boxes = [[slice(*ends) for ends in box] for box in boxes]
+                parts += [(RANK_FILE(rank), i, *shared) for shared in overlaps(own, stretches(f.shape, boxes, lo, hi))]
+            if sum(numel for *_, numel in parts) != f.end - f.start:
+                raise CheckpointError(f"{directory} has not all of {f.name}")
+            plan.append((f, parts))
+
+    def read():
+        for f, parts in plan:
+            for kind in f.kinds() if parts else ():
+                places = [(*files[file], f"{f.name}.{kind}.{i}", own, other, numel) for file, i, own, other, numel in parts]
+                getattr(f, kind).copy_(read_tensor(f.end - f.start, places).view(getattr(f, kind).shape))
+        adam.steps.copy_(torch.tensor([meta["parameters"][name]["step"] for name in adam.names], device="cpu"))
+        for group, options in zip(adam.param_groups, meta["groups"]):
+            set_options(group, options)
+        kept = scaler.state[:2].clone()
+        scaler.state.copy_(torch.tensor(meta["scale"], dtype=torch.float64, device="cpu"))
+        if not (scaler.interval and meta["dynamic_scale"]):  # fp16 on one side only: the scale stays
+            scaler.state[:2] = kept
+        if meta["world_size"] == engine.world_size:
+            set_random_states(engine.device, *files[RANK_FILE(engine.rank)])
+        for key, thing in objects.items():
+            thing.load_state_dict(extra.pop(key))
+
+    try:
+        together(engine, check)
+        together(engine, read)
+    finally:
+        for file, _, _ in files.values():
+            file.close()
+    return extra
+# <<< shared block: checkpoint
+
+
+# >>> shared block: checkpoint files
+def write_tensors(path: str, entries: list[tuple[str, Tensor, int, int]]) -> dict:
+    """The safetensors format: length of the header, header, raw bytes. (key, tensor, start, end): elements [start, end) of the
+    flattened tensor. They pass through host memory one at a time, for which the safetensors package has no call."""
+    entries = sorted(entries, key=lambda entry: -entry[1].element_size())  # so each starts at a multiple of its element's size
+    name_of, header, offset = {dtype: name for name, dtype in DTYPES.items()}, {}, 0
+    for key, t, lo, hi in entries:
+        ends = [offset, offset := offset + (hi - lo) * t.element_size()]
+        header[key] = {"dtype": name_of[t.dtype], "shape": [hi - lo], "data_offsets": ends}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    parts = (t.detach().reshape(-1)[lo:hi].to("cpu").contiguous().view(torch.uint8).numpy() for _, t, lo, hi in entries)
+    write_file(path, itertools.chain([len(text).to_bytes(8, "little") + text], parts))
+    return {"bytes": 8 + len(text) + offset, "header_sha256": hashlib.sha256(text).hexdigest()}
+
+
+def open_tensors(path: str, info: dict) -> tuple:
+    """(open file, header, where the tensors begin). CheckpointError unless size and header are as they were written."""
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} is missing")
+    if (size := os.path.getsize(path)) != info["bytes"]:
+        raise CheckpointError(f"{path} has {size} bytes instead of {info['bytes']}")
+    file = open(path, "rb")
+    length = int.from_bytes(file.read(8), "little")
+    text = file.read(min(length, size))
+    if hashlib.sha256(text).hexdigest() != info["header_sha256"]:
+        raise CheckpointError(f"{path} has a damaged header")
+    return file, json.loads(text), 8 + length
+
+
+def read_tensor(numel: int, places: list[tuple]) -> Tensor:
+    """(numel,) on the CPU, put together from (file, header, begin, key, own place, place in the entry, numel)."""
+    out = torch.empty(numel, dtype=DTYPES[places[0][1][places[0][3]]["dtype"]], device="cpu")
+    size, view = out.element_size(), memoryview(out.view(torch.uint8).numpy())
+    for file, header, begin, key, own, other, n in places:
+        file.seek(begin + header[key]["data_offsets"][0] + other * size)
+        if file.readinto(view[own * size : (own + n) * size]) != n * size:
+            raise CheckpointError(f"{file.name} ends in {key}")
+    return out
+
+
+def read_meta(directory: str) -> dict:
+    path = os.path.join(directory, "meta.json")
+    if not os.path.exists(path):
+        raise CheckpointError(f"there is no checkpoint in {directory}")
+    try:
+        with open(path) as file:
+            meta, written = json.load(file)
+    except ValueError as e:
+        raise CheckpointError(f"{path} is damaged: {e}") from e
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is of format {meta.get('format')}; this code reads format {FORMAT}")
+    if digest(meta) != written:
+        raise CheckpointError(f"{path} is damaged: its checksum is another")
+    return meta
+
+
+def digest(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode()).hexdigest()
+
+
+def pickled(extra: dict) -> bytes:
+    file = io.BytesIO()
+    torch.save({k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in extra.items()}, file)
+    return file.getvalue()
+
+
+def options_of(group: dict) -> dict:
+    """A param group's options, lr and the like, as JSON takes them."""
+    options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    return {k: v for k, v in options.items() if isinstance(v, (int, float, str, tuple, type(None)))}
+
+
+def set_options(group: dict, options: dict) -> None:
+    for key, value in options.items():
+        if isinstance(group.get(key), Tensor):  # a learning rate that the user keeps on the device
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state(), "python": torch.tensor(random.getstate()[1], device="cpu")}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_random_states(device: torch.device, file, header: dict, begin: int) -> None:
+    """Those of this rank's file; another strategy's rank draws other numbers in its place, but as random ones."""
+    for kind in random_states(device):
+        if (key := f"random.{kind}") in header:
+            state = read_tensor(header[key]["shape"][0], [(file, header, begin, key, 0, 0, header[key]["shape"][0])])
+            if kind == "torch":
+                torch.set_rng_state(state)
+            elif kind == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                random.setstate((3, tuple(state.tolist()), None))
+
+
+def write_file(path: str, parts) -> None:
+    with open(path, "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: str) -> None:
+    """Names, too, are on the disk only after an fsync, that of their folder."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def files_of(folder: str) -> list[str]:
+    """The files in a checkpoint's folder, none if there is no such folder. CheckpointError for anything else in it."""
+    names = os.listdir(folder) if os.path.isdir(folder) else [folder] if os.path.exists(folder) else []
+    if foreign := [name for name in names if not OURS.fullmatch(name)]:
+        raise CheckpointError(f"{folder} is in the way: {', '.join(sorted(foreign)[:3])} is not part of a checkpoint")
+    return [os.path.join(folder, name) for name in names]
+
+
+def remove(folder: str) -> None:
+    for file in files_of(folder):
+        os.unlink(file)
+    if os.path.isdir(folder):
+        os.rmdir(folder)
+# <<< shared block: checkpoint files
+
+
+# >>> shared block: full state
+def gather_full(engine, fragments: list[Fragment], kind: str):
+    """Yield (name, the whole tensor on the CPU of rank 0 or None elsewhere) for one parameter after the other; a collective.
+    kind: master, exp_avg, exp_avg_sq."""
+    held = together(engine, lambda: [f.bare() for f in fragments])
+    of_name = {f.name: f for bare in held for f in bare}
+    for name, parts in deal(held, spread=False).items():
+        shape, dtype = of_name[name].shape, of_name[name].master.dtype
+        full = torch.empty(math.prod(shape), dtype=dtype, device="cpu") if engine.rank == 0 else None
+        for rank, boxes, lo, hi in parts:
+            piece = None
+            if engine.rank == rank:
+                f = next(f for f in fragments if (f.name, f.boxes) == (name, boxes) and f.start <= lo and hi <= f.end)
+                piece = getattr(f, kind).reshape(-1)[lo - f.start : hi - f.start]
+            # before: `rank` holds the piece.  after: rank 0 too.  sends: the piece, and both wait.
+            if rank > 0 and engine.rank == rank:
+                dist.send(piece.to(engine.device).contiguous(), group=engine.group, group_dst=0)
+            if rank > 0 and engine.rank == 0:
+                piece = torch.empty(hi - lo, dtype=dtype, device=engine.device)
+                dist.recv(piece, group=engine.group, group_src=rank)
+            if engine.rank == 0:
+                for place, own, numel in stretches(shape, boxes, lo, hi):
+                    full[place : place + numel] = piece[own : own + numel]
+        yield name, None if full is None else full.view(shape)
+
+
+def scatter_full(engine, fragments: list[Fragment], kind: str, full: Mapping[str, Tensor]) -> None:
+    """The inverse: rank 0 has `full`, whole tensors by name (absent: zeros), every rank gets what its fragments hold. Rank 0 has
+    checked names and shapes; one parameter at a time is whole on the device."""
+    held = together(engine, lambda: [f.bare() for f in fragments])
+    for name, some in {f.name: f for bare in held for f in bare}.items():
+        whole = torch.zeros(some.shape, dtype=some.master.dtype, device=engine.device)
+        if engine.rank == 0 and name in full:
+            whole.copy_(full[name])
+        if engine.world_size > 1 and whole.numel():
+            # before: rank 0 has the tensor.  after: all have it.  sends: the whole of it, and everybody waits.
+            dist.broadcast(whole, group=engine.group, group_src=0)
+        for f in fragments:
+            if f.name == name:
+                target = torch.empty(f.end - f.start, dtype=whole.dtype, device=engine.device)
+                for place, own, numel in stretches(f.shape, f.boxes, f.start, f.end):
+                    target[own : own + numel] = whole.view(-1)[place : place + numel]
+                getattr(f, kind).copy_(target.view(getattr(f, kind).shape))
+
+
+def export_adam(engine) -> dict:
+    """Adam's state as torch.optim.AdamW.state_dict() has it, with parameter names for numbers, on the CPU of rank 0; {} on the
+    others. A collective."""
+    name_of, adam = {p: name for name, p in engine.module.named_parameters()}, engine.optimizer
+    steps = dict(zip(adam.names, adam.steps.tolist()))
+    everyone = together(engine, lambda: (steps, [[name_of[p] for p in g["params"]] for g in adam.param_groups]))
+    state: dict[str, dict] = {}
+    for own, _ in everyone:
+        for name, step in own.items():
+            if step:  # torch, too, has no entry for a parameter that was never updated
+                state[name] = {"step": torch.tensor(step, device="cpu")}
+    for kind in MOMENTS:
+        for name, tensor in gather_full(engine, engine.fragments, kind):
+            if name in state:
+                state[name][kind] = tensor
+    groups = [{**{k: v for k, v in group.items() if k != "params"}, "decoupled_weight_decay": group["adamw"],
+               "params": list(dict.fromkeys(name for _, names in everyone for name in names[k]))}
+              for k, group in enumerate(adam.param_groups)]
+    return {"state": state, "param_groups": groups} if engine.rank == 0 else {}
+
+
+def import_adam(engine, state_dict: Mapping) -> None:
+    """Take over rank 0's `state_dict`: what `export_adam` returns, or torch's own of an AdamW that was given named parameters.
+    A collective. CheckpointError, and nothing changed, for other names, shapes or groups."""
+    adam, given = engine.optimizer, {}
+    everyone = together(engine, lambda: {f.name: (f.shape, adam.group_list[f.index]) for f in engine.fragments})
+    own = {name: entry for names in everyone for name, entry in names.items()}
+
+    def check():
+        if engine.rank > 0:
+            return None
+        groups = state_dict["param_groups"]
+        if len(groups) != len(adam.param_groups):
+            raise CheckpointError(f"{len(groups)} param groups instead of {len(adam.param_groups)}")
+        for k, group in enumerate(groups):
+            if group.get("amsgrad") or group.get("maximize"):
+                raise CheckpointError(f"param group {k}: amsgrad and maximize are not supported")
+            for key, name in zip(group["params"], group.get("param_names", group["params"])):
+                entry = state_dict["state"].get(key, {})
+                if name not in own and entry:
+                    raise CheckpointError(f"{name} is not a trained parameter")
+                shapes = [tuple(entry[kind].shape) for kind in MOMENTS if entry]
+                if name in own and (own[name][1] != k or set(shapes) - {own[name][0]}):
+                    raise CheckpointError(f"{name}: shapes {shapes} in group {k} instead of {own[name][0]} in group {own[name][1]}")
+                given[name] = entry
+        if missing := own.keys() - given:
+            raise CheckpointError(f"missing {', '.join(sorted(missing))}")
+        options = [{k: v for k, v in options_of(group).items() if k in old}
+                   | {"adamw": group.get("decoupled_weight_decay", old["adamw"])} for group, old in zip(groups, adam.param_groups)]
+        return {name: float(entry.get("step", 0)) for name, entry in given.items()}, options
+
+    steps, options = together(engine, check)[0]
+    for kind in MOMENTS:
+        scatter_full(engine, engine.fragments, kind, {name: entry[kind] for name, entry in given.items() if entry})
+    adam.steps.copy_(torch.tensor([steps[name] for name in adam.names], device="cpu"))
+    for group, new in zip(adam.param_groups, options):
+        set_options(group, new)
+# <<< shared block: full state
 
 
 # >>> shared block: launch

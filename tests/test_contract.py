@@ -724,9 +724,8 @@ def wrong_use(name):
         engine.optimizer.add_param_group(dict(params=[]))
     with raises(ValueError, "compression", "fp7"):
         build_engine(name, build("plain"), compression="fp7")
-    for refused in (lambda: engine.save("x"), lambda: engine.load("x"), lambda: engine.capture(batch)):
-        with raises(NotImplementedError, "not in"):
-            refused()
+    with raises(NotImplementedError, "not in"):
+        engine.capture(batch)
     model = build("plain")
     model.layers[0].weight.requires_grad_(False)
     frozen = build_engine(name, model, precision="fp32")
