@@ -871,6 +871,7 @@ class Fragment:
     half: Tensor | None = None
     exp_avg: Tensor | None = None
     exp_avg_sq: Tensor | None = None
+    part: int = 0  # Adam on the CPU goes part by part, so that what follows on one can start before the next
 
     def kinds(self) -> tuple[str, ...]:
         """Which of its tensors a checkpoint holds."""
@@ -999,7 +1000,7 @@ class Adam(torch.optim.Optimizer):
             if self.cuda and f.master.is_cuda and f.master.dtype == torch.float32:
                 rows.append(f)
             elif f.master.numel():
-                key = self.group_list[f.index], f.master.device, f.master.dtype, f.grad.dtype
+                key = f.part, self.group_list[f.index], f.master.device, f.master.dtype, f.grad.dtype
                 self.calls.setdefault(key, []).append(
                     (f.index, *map(flat, (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half))))
         # Squares are summed in fp32 over 65,536 elements and in float64 above that: over 5e6 in fp32, 3e-4 is lost.
@@ -1039,13 +1040,13 @@ class Adam(torch.optim.Optimizer):
         if self.cuda:
             self._call("adam_square_sums", self.table, self.chunks, len(self.chunks), self.sums)
             self._call("adam_total", self.sums, len(self.sums), self.inputs[self.n_hyper :])
-        for (_, _, dtype, _), pieces in self.pieces.items():
+        for (_, _, _, dtype, _), pieces in self.pieces.items():
             norms = torch._foreach_norm(pieces, 2, torch.promote_types(dtype, torch.float32))
             self.inputs[self.n_hyper] += torch.stack(norms).double().square().sum().to(self.inputs.device)
 
-    def update(self) -> None:
+    def update(self, parts: int = 1, after=lambda part: None) -> None:
         """Norm, overflow flag, clip factor, loss scale and step counts, then Adam: left alone are parameters without a
-        gradient on any rank, and everything if the sum of squares is not finite."""
+        gradient on any rank, and everything if the sum of squares is not finite. after(part): called when one is done."""
         s, total, present = self.scaler, self.inputs[self.n_hyper], self.presence
         if self.cuda:
             self._call("adam_prepare", self.inputs[self.n_hyper :], self.inputs, self.group_of, present, len(self.params),
@@ -1058,12 +1059,14 @@ class Adam(torch.optim.Optimizer):
             s.state[GRAD_NORM], s.state[FACTOR] = norm, clip / s.state[SCALE]
             s.update(~total.isfinite())
             self.steps += (present > 0) & total.isfinite()
-        if self.calls and not s.state[SKIPPED]:  # torch's Adam takes lists from the host: on a GPU it waits here
-            factor, alive = float(s.state[FACTOR]), (present > 0).tolist()
-            for (k, device, dtype, _), call in self.calls.items():
-                rows = [row for row in call if alive[row[0]]]
+        skip = bool(self.calls) and bool(s.state[SKIPPED])  # torch's Adam takes lists from the host: on a GPU it waits here
+        factor, alive = (float(s.state[FACTOR]), (present > 0).tolist()) if self.calls else (1.0, [])
+        for part in range(parts):
+            for (of_part, k, device, dtype, _), call in self.calls.items() if not skip else ():
+                rows = [row for row in call if alive[row[0]]] if of_part == part else []
                 if rows:
                     self._torch_adam(self.param_groups[k], rows, self.steps.to(device), dtype, factor)
+            after(part)
 
     def _torch_adam(self, group, rows, steps, dtype, factor) -> None:
         index, master, grad, exp_avg, exp_avg_sq, half = map(list, zip(*rows))
