@@ -3,6 +3,7 @@
     python train_glue.py                                                        # one process, mode ddp, MRPC
     torchrun --standalone --nproc_per_node 2 train_glue.py --mode ddp           # two ranks; CPUs will do
     torchrun --standalone --nproc_per_node 4 train_glue.py --mode ddp_fp16 --model google-bert/bert-base-uncased
+    torchrun --standalone --nproc_per_node 2 train_glue.py --save out               # killed? The same with --resume out
 
 Who computes what, with N ranks and a global batch of B samples (--batch_size):
 
@@ -19,7 +20,8 @@ One run, and the sections of this file:
     4. tokens and batches
     5. model: a pretrained one, or a small random BERT
     6. evaluation and metrics
-    7. the run: engine, schedule, `forward_backward` and `step`, one JSON line at the end
+    7. saving and resuming: a checkpoint after every epoch, a Hugging Face folder at the end
+    8. the run: engine, schedule, `forward_backward` and `step`, one JSON line at the end
 
 A bad argument ends every rank with exit status 2 (of which torchrun itself makes 1), a failure or a missed
 --target_f1 with 1.
@@ -27,13 +29,16 @@ A bad argument ends every rank with exit status 2 (of which torchrun itself make
 
 import argparse
 import ast
+import copy
 import csv
+import hashlib
 import http.client
 import importlib
 import inspect
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -167,6 +172,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--weight_decay", type=float, default=0.01, help="not for biases and norms; default 0.01, off 0")
     p.add_argument("--max_length", type=int, default=128, help="longer inputs are cut, in tokens; default 128")
     p.add_argument("--target_f1", type=float, help="exit with status 1 if F1 ends below this; default off")
+    p.add_argument("--save", metavar="DIR",
+                   help="after every epoch a checkpoint in DIR/checkpoint, and at the end DIR is a Hugging Face folder of the "
+                   "model; what an earlier run saved there is replaced; default off")
+    p.add_argument("--resume", metavar="DIR",
+                   help="go on from DIR/checkpoint, with the options of that run; other ranks, mode, precision and "
+                   "micro_batches will do; default off")
     strategy_options(p, "weights, order and dropout")
     args = p.parse_args(argv)
     check_options(args, ("batch_size", "epochs"), (("max_length", 8, math.inf), ("lr", 0, math.inf), ("warmup", 0, 1),
@@ -178,6 +189,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.model = os.path.expanduser(args.model)
     if args.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(args.model):
         raise Stop(f"--model {args.model}: there is no such folder")
+    if args.save is not None:
+        args.save = os.path.realpath(os.path.expanduser(args.save))
+        check_save(args.save)  # refuses
+    if args.resume is not None:
+        args.resume = os.path.realpath(os.path.expanduser(args.resume))
+        checkpoint_in(args.resume)  # refuses
     return args
 
 
@@ -779,7 +796,112 @@ def scores(task: Task, logits: np.ndarray, labels: np.ndarray) -> dict[str, floa
     return {name: METRICS[name](predicted, labels) for name in task.metrics}
 
 
-# ---- 7. the run ----------------------------------------------------------------------------------------------------
+def results(task: Task, logits: dict[str, np.ndarray], labels: dict[str, np.ndarray]) -> dict[str, float]:
+    """The loss, a mean over the examples of all validation splits, and the metrics of each."""
+    examples = sum(map(len, labels.values()))
+    found = {"loss": sum(evaluation_loss(logits[split], labels[split]) * len(labels[split]) / examples for split in labels)}
+    for split in labels:
+        suffix = split.removeprefix("validation")  # "", or _matched and _mismatched
+        found |= {metric + suffix: value for metric, value in scores(task, logits[split], labels[split]).items()}
+    return found
+
+
+# ---- 7. saving and resuming ----------------------------------------------------------------------------------------
+
+
+def check_save(folder: str) -> None:
+    """Stop if `--save FOLDER` would replace something that is neither a checkpoint of ours nor a Hugging Face model."""
+    where = Path(folder)
+    if where.exists() and not where.is_dir():
+        raise Stop(f"--save {folder}: this is a file")
+    names = {f.name for f in where.iterdir()} if where.is_dir() else set()
+    saved = any((where / name / "meta.json").is_file() for name in ("checkpoint", "checkpoint.old"))
+    begun = names <= {"checkpoint.tmp", "model.tmp"}  # empty, or all that a first save left which was killed
+    if not (saved or begun or "config.json" in names):
+        raise Stop(f"--save {folder}: this folder has neither a checkpoint nor a Hugging Face config.json in it but "
+                   + ", ".join(sorted(names)[:5]))
+    if (where / "checkpoint").exists() and not (where / "checkpoint" / "meta.json").is_file():
+        raise Stop(f"--save {folder}: {where / 'checkpoint'} is in the way, it is no checkpoint of ours")
+
+
+def make_folder(folder: str) -> None:
+    """Now and not after an epoch: a place where nothing can be written is a bad argument."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise Stop(f"--save {folder}: {error}") from error
+
+
+def checkpoint_in(folder: str) -> Path:
+    """Where the checkpoint of `--resume FOLDER` is. Never a fresh start instead: without one, Stop."""
+    place = Path(folder) / "checkpoint"
+    if not place.exists() and (old := place.with_suffix(".old")).exists():
+        place = old  # a save was killed between its two renames; engine.load, too, looks there
+    if not (place / "meta.json").is_file():
+        raise Stop(f"--resume {folder}: there is no checkpoint in {place}")
+    return place
+
+
+def settings_of(args, knobs: dict, source: str, name: str, rows, epochs: int, lr: str) -> dict:
+    """What makes a run the run it is, for `--resume` to compare. Not in it, and free to change: how many ranks compute a
+    step, in which mode, precision and micro-batches."""
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()[:12]  # a folder may have moved, but its rows must be these
+    return {"task": args.task, "data": f"{source} ({len(rows[1])} rows, sha256 {digest})",
+            "model": os.path.realpath(name) if name != "builtin" and os.path.isdir(name) else name,
+            "epochs": epochs, "lr": lr,
+            **{option: getattr(args, option) for option in ("batch_size", "max_length", "seed", "warmup", "weight_decay")},
+            # The update rule, as far as --engine says something of it. None: the class's default.
+            **{knob: knobs.get(knob) for knob in ("betas", "eps", "adamw", "max_norm")}}
+
+
+def saved_run(args, settings: dict) -> dict:
+    """What was saved beside the engine's own state: epoch (how many are done), train_loss, settings. Stop if `settings` are
+    others; lr only if the command line names one, because the saved one goes on, on however many ranks."""
+    file = checkpoint_in(args.resume) / "extra.pt"  # read before the model is: its shapes would be the first thing amiss
+    try:
+        saved = torch.load(file, weights_only=True)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise Stop(f"--resume {args.resume}: cannot read {file}: {reason}", status=1) from error
+    if missing := {"epoch", "train_loss", "settings", "scheduler"} - saved.keys():
+        raise Stop(f"--resume {args.resume}: train_glue.py did not write {file}, which lacks {', '.join(sorted(missing))}")
+    then, lr_given = saved["settings"], args.lr is not None or args.no_scale_lr
+    differ = [f"{key} is {value}, was {then.get(key)}" for key, value in settings.items()
+              if value != then.get(key) and (key != "lr" or lr_given)]
+    if differ:
+        raise Stop(f"--resume {args.resume} goes on with a run of other settings: {'; '.join(differ)}")
+    return saved
+
+
+def write_model(folder: str, model_class, config, tokenizer, state: dict[str, torch.Tensor]) -> None:
+    """Make `folder` what from_pretrained loads: config.json, model.safetensors in fp32, the tokenizer's files.
+
+    All is complete in FOLDER/model.tmp before the first file moves. Several files cannot move as one, and the folder itself
+    cannot, for the checkpoint is in it. So: where only the weights differ (an earlier end of the same run), their rename is
+    the one that counts, and a kill leaves the old model or the new. Where another model was, config.json goes first and
+    comes last: a kill between leaves a folder that does not load, never weights of one model under the config or the
+    vocabulary of the other; resuming the finished run completes it.
+    """
+    target, tmp = Path(folder), Path(folder) / "model.tmp"
+    shutil.rmtree(tmp, ignore_errors=True)  # an earlier save was killed
+    with torch.device("meta"):  # no weights: what the engine made of the model (dtype, shards) must not show in the files
+        blank = model_class(config)
+    fp32 = {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+    blank.save_pretrained(tmp, state_dict=fp32, max_shard_size=2**60)  # one file, whatever its size
+    tokenizer.save_pretrained(tmp)
+    files = sorted(tmp.iterdir(), key=lambda file: (file.name == "config.json", file.name))  # config.json last
+    for file in files:
+        with open(file, "rb") as written:
+            os.fsync(written.fileno())
+    if any((old := target / file.name).exists() and old.read_bytes() != file.read_bytes()
+           for file in files if file.suffix != ".safetensors"):
+        (target / "config.json").unlink(missing_ok=True)
+    for file in files:
+        os.replace(file, target / file.name)
+    tmp.rmdir()
+
+
+# ---- 8. the run ----------------------------------------------------------------------------------------------------
 
 
 def run(args, engine_class, knobs: dict, device) -> None:
@@ -792,62 +914,85 @@ def run(args, engine_class, knobs: dict, device) -> None:
     # Downloads happen once per node. Every rank builds the same model from the same seed; after that each draws
     # random numbers of its own, because dropout must differ between data-parallel ranks.
     data = on_all_ranks(lambda: load_data(args, source), node_first=source == "hub")
+    epochs = args.epochs or (BUILTIN_EPOCHS if name == "builtin" else EPOCHS)
+    lr = args.lr if args.lr is not None else BUILTIN_LR if name == "builtin" else LR
+    scale_lr = not args.no_scale_lr and (args.lr is not None or name != "builtin")
+    saved = {"epoch": 0, "train_loss": math.nan}
+    if args.save or args.resume:
+        saved["settings"] = settings_of(args, knobs, source, name, data["train"], epochs, f"{lr}{' x ranks' * scale_lr}")
+    if args.resume:
+        saved = on_all_ranks(lambda: saved_run(args, saved["settings"]), node_first=False)
     torch.manual_seed(args.seed)
     tokenizer, model = on_all_ranks(lambda: load_model(name, task, data["train"][0], online),
                                     node_first=name != "builtin" and not os.path.isdir(name))
-    torch.manual_seed(args.seed + 1000 * (1 + data_rank))
+    # A resumed run goes on with the numbers of each rank if there are as many, else draws others than in its first epoch.
+    torch.manual_seed(args.seed + 1000 * (1 + data_rank) + 10**6 * saved["epoch"])
     if args.max_length > (longest := longest_input(tokenizer, model)):
         raise Stop(f"--max_length {args.max_length}: {name} takes at most {longest} tokens")
     data = {split: encode(tokenizer, *columns, task, args.max_length) for split, columns in data.items()}
     examples = len(data["train"]["labels"])
     if examples < args.batch_size:
         raise Stop(f"--batch_size {args.batch_size} is more than the {examples} training examples of {args.task}")
+    if args.save:
+        on_all_ranks(lambda: make_folder(args.save), node_first=False)
 
     # The learning rate rises over the first `warm` steps and then falls; it is 0 after the last one.
-    epochs = args.epochs or (BUILTIN_EPOCHS if name == "builtin" else EPOCHS)
-    lr = args.lr if args.lr is not None else BUILTIN_LR if name == "builtin" else LR
-    if not args.no_scale_lr and (args.lr is not None or name != "builtin"):
-        lr *= data_ranks
     steps = examples // args.batch_size
     total, warm = epochs * steps, int(args.warmup * epochs * steps)
     parameters = sum(p.numel() for p in model.parameters())  # before the engine: it may keep only a part of them here
+    config = copy.deepcopy(model.config)
     engine = build_engine(args, engine_class, model.to(device), decay_groups(model, args.weight_decay),
-                          **{"lr": lr, "eps": 1e-8, "precision": args.precision, **knobs})
+                          **{"lr": lr * data_ranks if scale_lr else lr, "eps": 1e-8, "precision": args.precision, **knobs})
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         engine.optimizer, lambda s: min((s + 1) / max(warm, 1), (total - s) / max(total - warm, 1), 1.0))
+    if args.resume:  # weights, moments, loss scale, learning rates and, on as many ranks, random numbers
+        engine.load(os.path.join(args.resume, "checkpoint"), scheduler=scheduler)
 
     validation = {split: columns["labels"].numpy() for split, columns in data.items() if split != "train"}
     say(f"{args.task} ({'built-in corpus' if source == 'builtin' else 'GLUE'}): {examples} training and "
         f"{' + '.join(str(len(labels)) for labels in validation.values())} validation examples | model {name}, "
         f"{parameters:,} parameters | mode {args.mode}, {args.precision}, {world_size} ranks on {device.type} | "
-        f"lr {lr:g}, {epochs} epochs of {steps} steps of {args.batch_size} samples", flush=True)
-    for split, labels in validation.items() if task.labels > 1 else ():  # correlations with a constant are not defined
-        # Where F1 counts, label 1 is "paraphrase"; elsewhere the most frequent label.
-        answer = 1 if "f1" in task.metrics else int(np.bincount(labels).argmax())
-        always = {name: f"{METRICS[name](np.full_like(labels, answer), labels):.3f}" for name in task.metrics}
-        say(f"answering {answer} to every {split} example scores {', '.join(map(' '.join, always.items()))}", flush=True)
+        f"lr {scheduler.base_lrs[0]:g}, {epochs} epochs of {steps} steps of {args.batch_size} samples", flush=True)
+    for line in constant_answers(task, validation):
+        say(line, flush=True)
+    if args.resume:
+        left = f"going on with epoch {saved['epoch'] + 1}" if saved["epoch"] < epochs else "nothing to train, only evaluating"
+        say(f"{args.resume}: {saved['epoch']} of {epochs} epochs are done, {left}", flush=True)
 
-    start = time.perf_counter()
-    for epoch in range(epochs):
+    train_loss, seconds, trained = saved["train_loss"], 0.0, (epochs - saved["epoch"]) * steps * args.batch_size
+    for epoch in range(saved["epoch"], epochs):
         rows = training_rows(examples, args.batch_size, args.seed, epoch, data_rank, data_ranks)
+        start = time.perf_counter()
         train_loss = train_epoch(engine, scheduler, data["train"], rows, args.micro_batches, device,
                                  f"epoch {epoch + 1}/{epochs}")
-    seconds = time.perf_counter() - start
+        seconds += time.perf_counter() - start
+        if args.save:
+            engine.save(os.path.join(args.save, "checkpoint"), scheduler=scheduler, epoch=epoch + 1, train_loss=train_loss,
+                        settings=saved["settings"])
 
     # Logits are the same array on every rank, so are the metrics, and so is what is decided from them.
     result = {"task": args.task, "mode": args.mode, "precision": args.precision, "world_size": world_size,
               "data": "builtin" if source == "builtin" else "glue", "model": name, "epochs": epochs,
-              # samples of all ranks per second of training: the first step included, loading and evaluation not
-              "samples_per_second": round(total * args.batch_size / seconds, 2),
-              "train_loss": train_loss, "loss": 0.0}
-    for split, labels in validation.items():
-        logits = evaluate(engine, data[split], device, data_rank, data_ranks, split)
-        result["loss"] += evaluation_loss(logits, labels) * len(labels) / sum(map(len, validation.values()))
-        suffix = split.removeprefix("validation")  # "", or _matched and _mismatched
-        result.update({metric + suffix: value for metric, value in scores(task, logits, labels).items()})
+              # samples of all ranks per second of training: the first step included, loading, saving and evaluation not
+              "samples_per_second": round(trained / seconds, 2) if trained else math.nan,
+              "train_loss": train_loss}
+    logits = {split: evaluate(engine, data[split], device, data_rank, data_ranks, split) for split in validation}
+    result |= results(task, logits, validation)
+    if args.save:
+        state = engine.state_dict()  # a collective; whole on rank 0, {} elsewhere
+        on_all_ranks(lambda: write_model(args.save, type(model), config, tokenizer, state) if state else None, node_first=False)
     say(json_line(result), flush=True)
     if args.target_f1 is not None and result["f1"] < args.target_f1:
         raise Stop(f"F1 {result['f1']:.4f} is below the target {args.target_f1:.4f}", status=1)
+
+
+def constant_answers(task: Task, validation: dict[str, np.ndarray]):
+    """Per validation split a line: what the same answer to everything scores."""
+    for split, labels in validation.items() if task.labels > 1 else ():  # correlations with a constant are not defined
+        # Where F1 counts, label 1 is "paraphrase"; elsewhere the most frequent label.
+        answer = 1 if "f1" in task.metrics else int(np.bincount(labels).argmax())
+        always = {name: f"{METRICS[name](np.full_like(labels, answer), labels):.3f}" for name in task.metrics}
+        yield f"answering {answer} to every {split} example scores {', '.join(map(' '.join, always.items()))}"
 
 
 def train_epoch(engine, scheduler, split, rows: np.ndarray, micro_batches: int, device, title: str) -> float:
@@ -890,6 +1035,8 @@ def launch(script: str, argv: list[str] | None, parse, check, run) -> None:
                 run(args, engine_class, knobs, device)
             except Stop as error:  # all ranks are here: leave the group in good order first
                 stop = error
+            except getattr(module, "CheckpointError", ()) as error:  # raised on all ranks alike: a full disk, a damaged file
+                stop = Stop(str(error), status=1)
     except Stop as error:
         stop = error
     if stop is not None:
