@@ -13,11 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 ENGINES = {  # name: (module, class, knobs that make several buckets of these small models)
     "ddp": ("ddp", "DDP", dict(bucket_mb=0.002, first_bucket_mb=0.001)),
+    "zero1": ("zero", "Zero", dict(bucket_mb=0.002, stage=1)),
+    "zero2": ("zero", "Zero", dict(bucket_mb=0.002, stage=2)),
+    "zero1_offload": ("zero", "Zero", dict(bucket_mb=0.002, stage=1, offload=True)),
+    "zero2_offload": ("zero", "Zero", dict(bucket_mb=0.002, stage=2, offload=True)),
 }
 
 
 def build_engine(name, model, params=None, **arguments):
+    """A strategy's engine. Only ddp.py has a bucket size of its own for the first bucket."""
     module, cls, knobs = ENGINES[name]
+    if module != "ddp":
+        arguments.pop("first_bucket_mb", None)
     return getattr(importlib.import_module(module), cls)(model, params, **{**knobs, **arguments})
 
 
