@@ -2,9 +2,10 @@
 
 What is compared: metrics with scikit-learn and scipy; the splitting of training and evaluation over 1 to 4 ranks with
 one rank; the built-in corpora with what their comment promises; the original TSV files with the same rows as parquet;
-tiny models of four families with themselves, unpadded; the exit status and message of every refusal; at last MRPC's
-F1 >= 0.9 on the built-in data, and with `-m sweep` the other eight tasks. Needs no network and no GPU. About 90 s, 50 of
-them for the whole run; the sweep takes 7 minutes.
+tiny models of four families with themselves, unpadded; the exit status and message of every refusal; MRPC's F1 >= 0.9 on
+the built-in data, and with `-m sweep` the other eight tasks; at last runs that were killed and resumed with one that was
+not, and saved models with what plain transformers makes of them. Needs no network and no GPU. About 130 s, 50 of them for
+the whole run; the sweep takes 7 minutes.
 """
 
 import collections
@@ -15,7 +16,9 @@ import io
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -1002,11 +1005,20 @@ def test_stsb_runs(capsys, folder):
     assert set(_last_line(capsys.readouterr().out)) >= {"pearson", "spearmanr", "loss"}
 
 
-def _torchrun(ranks, *argv, limit_s):
+def _start_torchrun(ranks, *argv):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
                str(ROOT / "train_glue.py"), *map(str, argv)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _torchrun(ranks, *argv, limit_s):
+    with _start_torchrun(ranks, *argv) as process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        finally:
+            process.terminate()  # nothing if it has ended; else torchrun ends its ranks
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @pytest.mark.parametrize("task", [task if task == "mrpc" else pytest.param(task, marks=pytest.mark.sweep) for task in FLOORS])
@@ -1020,3 +1032,323 @@ def test_two_ranks_learn_the_builtin_corpora(task):
     assert result["data"] == result["model"] == "builtin" and result["world_size"] == 2 and result[metric] >= floor
     assert "NOT GLUE scores" in done.stdout
     assert "arning" not in done.stdout + done.stderr
+
+
+# ---- saving and resuming -------------------------------------------------------------------------------------------
+
+
+def _write_pairs(folder, train, dev):
+    (folder / "MRPC").mkdir(parents=True)
+    for split, n in (("train", train), ("dev", dev)):
+        lines = [f"{i * i % 3 % 2}\t{i}\t{i}\tfirst {i % 10} third\tsecond {i % 7} third" for i in range(n)]
+        (folder / "MRPC" / f"{split}.tsv").write_text("\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *lines]))
+
+
+@pytest.fixture(scope="module")
+def job(families, tmp_path_factory):
+    """Arguments of a small run: 5 steps an epoch, dropout 0.1."""
+    data = tmp_path_factory.mktemp("pairs")
+    _write_pairs(data, 40, 7)
+    assert json.loads((families / "bert" / "config.json").read_text())["hidden_dropout_prob"] == 0.1
+    return [str(a) for a in ("--data", data, "--model", families / "bert", "--max_length", 64, "--batch_size", 8,
+                             "--epochs", 3, "--lr", 1e-3)]
+
+
+@pytest.fixture(scope="module")
+def finished(job, tmp_path_factory):
+    """The folder of that run on one rank, and its JSON line."""
+    out, folder = io.StringIO(), tmp_path_factory.mktemp("finished") / "run"
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        glue.main([*job, "--save", str(folder)])
+    return folder, _last_line(out.getvalue())
+
+
+def _result(text) -> dict:
+    return {k: v for k, v in _last_line(text).items() if k != "samples_per_second"}
+
+
+def _weights(folder) -> bytes:
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def test_run_killed_and_resumed_equals_an_uninterrupted_one(job, tmp_path):  # CASES 42 and 43
+    """kill -9 of torchrun and both ranks as soon as there is a checkpoint; the resumed run ends with the same bytes. Dropout
+    is on, so the order of samples, learning rates, moments and each rank's random numbers must all be as they were."""
+    job = [*job, "--epochs", "30"]
+    process = _start_torchrun(2, *job, "--save", tmp_path / "killed")
+    try:
+        while not (tmp_path / "killed" / "checkpoint" / "meta.json").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.003)
+        children = Path(f"/proc/{process.pid}/task").glob("*/children")
+        ranks = [int(pid) for file in children for pid in file.read_text().split()]
+        for pid in (process.pid, *ranks):
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate(timeout=20)  # until the last that holds the pipe has ended
+    assert len(ranks) == 2 and not (tmp_path / "killed" / "config.json").exists()
+    epoch = torch.load(glue.checkpoint_in(tmp_path / "killed") / "extra.pt", weights_only=True)["epoch"]
+    assert 1 <= epoch < 30
+
+    resumed = _torchrun(2, *job, "--resume", tmp_path / "killed", "--save", tmp_path / "killed", limit_s=100)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"{epoch} of 30 epochs are done, going on with epoch {epoch + 1}\n" in resumed.stdout
+    whole = _torchrun(2, *job, "--save", tmp_path / "whole", limit_s=100)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert _result(resumed.stdout) == _result(whole.stdout)
+    assert _weights(tmp_path / "killed") == _weights(tmp_path / "whole")
+    for text in (resumed, whole):
+        assert "arning" not in text.stdout + text.stderr
+
+
+def _ended_after(epoch, argv, restore=True):
+    """Like `_run`, but the run ends after the checkpoint of `epoch`, before which nothing else has been written.
+    restore=False: random numbers are not restored."""
+    import ddp
+
+    class Ends(ddp.DDP):
+        def save(self, directory, **extra):
+            super().save(directory, **extra)
+            if extra["epoch"] == epoch:
+                raise glue.Stop("killed")
+
+    with mock.patch.object(ddp, "DDP", Ends), contextlib.ExitStack() as stack:
+        if not restore:
+            stack.enter_context(mock.patch.object(ddp, "set_random_states", lambda *_: None))
+        return _run(*argv)
+
+
+def test_resumed_after_any_epoch_equals_an_uninterrupted_run(pool, job, tmp_path):
+    (text, _), _ = pool.run(2, _run, *job, "--save", tmp_path / "whole")
+    for epoch in (1, 2, 3):  # 3: killed before it was evaluated
+        folder = tmp_path / f"epoch-{epoch}"
+        ends = pool.run(2, _ended_after, epoch, [*job, "--save", folder])
+        assert [stop for _, stop in ends] == [("killed", 2)] * 2 and [f.name for f in folder.iterdir()] == ["checkpoint"]
+        (resumed, stop), _ = pool.run(2, _run, *job, "--resume", folder, "--save", folder)
+        assert stop is None and _result(resumed) == _result(text) and _weights(folder) == _weights(tmp_path / "whole")
+        assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in (tmp_path / "whole").iterdir())
+        assert f"{epoch} of 3 epochs are done" in resumed and ("only evaluating" in resumed) == (epoch == 3)
+    # The comparison sees random numbers that are not restored, and resuming again after a resumed run finds its last epoch.
+    pool.run(2, _ended_after, 1, [*job, "--save", tmp_path / "other"])
+    job = [*job, "--resume", tmp_path / "other", "--save", tmp_path / "other"]
+    pool.run(2, _ended_after, 2, job, restore=False)
+    (resumed, _), _ = pool.run(2, _run, *job)
+    assert "2 of 3 epochs are done" in resumed and _result(resumed) != _result(text)
+
+
+def test_resumed_on_other_numbers_of_ranks_and_in_other_modes(pool, job, tmp_path):
+    """Without dropout only the order of summation differs: the same losses in fp32. --lr 1e-3 on 2 ranks was 2e-3, and stays."""
+    job = [*job, "--model", "builtin", "--epochs", "3"]
+    (whole, _), _ = pool.run(2, _run, *job, "--lr", "1e-3")
+    pool.run(2, _ended_after, 1, [*job, "--save", tmp_path])
+    for ranks, more in ((1, ()), (1, ("--micro_batches", 3)), (4, ()), (2, ("--mode", "ddp_fp16")), (1, ("--precision", "bf16"))):
+        text, stop = pool.run(ranks, _run, *job, "--resume", tmp_path, *more)[0]
+        assert stop is None and "| lr 0.002, 3 epochs of 5 steps" in text and "1 of 3 epochs are done" in text
+        result = _result(text)
+        # half precision: 8 bits in bf16, and logits of about 1
+        tolerance = 1e-4 if len(more) == 0 or more[0] == "--micro_batches" else 0.05
+        assert result["epochs"] == 3 and result["world_size"] == ranks
+        for key in ("train_loss", "loss"):
+            assert result[key] == pytest.approx(_result(whole)[key], rel=tolerance), (ranks, more, key)
+
+
+def test_finished_run_is_only_evaluated(job, finished, capsys, tmp_path):
+    folder, result = finished
+    before = {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    with pytest.raises(SystemExit) as ended:
+        glue.main([*job, "--resume", str(folder), "--save", str(tmp_path / "again"), "--target_f1", "1"])
+    captured = capsys.readouterr()
+    assert "3 of 3 epochs are done, nothing to train, only evaluating" in captured.out and "epoch 3/3" not in captured.err
+    assert _last_line(captured.out) == {**result, "samples_per_second": None}
+    assert ended.value.code == 1 and "is below the target 1.0000" in captured.err
+    assert {f: f.read_bytes() for f in folder.rglob("*") if f.is_file()} == before
+    assert _weights(tmp_path / "again") == _weights(folder)
+
+
+@pytest.mark.parametrize("name", ["builtin", *FAMILIES])
+def test_saved_folder_loads_in_plain_transformers(name, families, job, tmp_path, monkeypatch, capsys):
+    """Each pair alone, by the saved tokenizer, has the logits that the run evaluated, and so it has as --model. fp32 weights."""
+    import transformers
+    seen = []
+    evaluate = glue.evaluate
+    monkeypatch.setattr(glue, "evaluate", lambda *args: seen.append(evaluate(*args)) or seen[-1])
+    model = name if name == "builtin" else str(families / name)
+    glue.main([*job, "--model", model, "--epochs", "1", "--save", str(tmp_path / "run")])
+    result = _result(capsys.readouterr().out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
+    for i in range(7):
+        inputs = tokenizer(f"first {i % 10} third", f"second {i % 7} third", return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**inputs).logits[0]
+        # fp32: sums over one pair instead of a padded batch
+        np.testing.assert_allclose(logits.numpy(), seen[0][i], rtol=1e-4, atol=1e-5)
+    glue.main([*job, "--model", str(tmp_path / "run"), "--epochs", "1", "--lr", "0"])
+    again = _result(capsys.readouterr().out)
+    assert np.array_equal(seen[1], seen[0]) and again["loss"] == result["loss"]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_model_is_replaced_whole(other, tmp_path, monkeypatch):
+    """Ended at any rename, the folder has the old model or the new; where their words are others too, it may have none that
+    loads, but never a mixture. The next save completes it. What the engine computes in does not show: fp32."""
+    import safetensors.torch as safetensors_torch
+    import transformers
+
+    def load():
+        folder = tmp_path / "run"
+        if not (folder / "config.json").exists():
+            with pytest.raises((OSError, ValueError), match="config.json"):
+                transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+            return None
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+        in_file = safetensors_torch.load_file(folder / "model.safetensors").values()
+        assert {t.dtype for t in in_file} == {model.dtype} == {torch.float32}
+        words = transformers.AutoTokenizer.from_pretrained(folder).get_vocab()
+        return words, {k: v.tolist() for k, v in model.state_dict().items()}
+
+    (tmp_path / "run").mkdir()
+    saves, plain = [], []
+    for seed, words in ((1, "a b c"), (2, "a c d" if other else "a b c")):  # as many words: each model fits either config
+        torch.manual_seed(seed)
+        tokenizer, model = glue.load_model("builtin", MRPC, [(words, "c")], online=False)
+        state = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in model.bfloat16().state_dict().items()}
+        model.config.dtype = torch.bfloat16
+        saves.append((str(tmp_path / "run"), type(model), model.config, tokenizer, state))
+        glue.write_model(*saves[-1])
+        plain.append(load())
+    assert plain[0] != plain[1] and (plain[0][0] != plain[1][0]) == other
+    replace, found, left = os.replace, [], 0
+
+    def ends(*args):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(*args)
+
+    for n in range(4):  # files: model.safetensors, tokenizer.json, tokenizer_config.json, config.json
+        glue.write_model(*saves[0])
+        assert load() == plain[0]
+        left = n
+        monkeypatch.setattr(os, "replace", ends)
+        with pytest.raises(KeyboardInterrupt):
+            glue.write_model(*saves[1])
+        monkeypatch.setattr(os, "replace", replace)
+        found.append([None, *plain].index(load()))
+    assert found == ([0, 0, 0, 0] if other else [1, 2, 2, 2])
+    glue.write_model(*saves[1])
+    assert load() == plain[1] and len(list((tmp_path / "run").iterdir())) == 4
+
+
+OTHER_SETTINGS = {  # more arguments; what the message says of each
+    "seed": (["--seed", 1], "seed is 1, was 42"),
+    "epochs": (["--epochs", 4], "epochs is 4, was 3"),
+    "batch size and length": (["--batch_size", 4, "--max_length", 32], "batch_size is 4, was 8; max_length is 32, was 64"),
+    "warm-up": (["--warmup", 0.2], "warmup is 0.2, was 0.1"),
+    "decay": (["--weight_decay", 0], "weight_decay is 0.0, was 0.01"),
+    "rate": (["--lr", 0.01], "lr is 0.01 x ranks, was 0.001 x ranks"),
+    "scaling of the rate": (["--no_scale_lr"], "lr is 0.001, was 0.001 x ranks"),
+    "clipping": (["--engine", "max_norm=1.0", "betas=(0.9, 0.99)"], "betas is (0.9, 0.99), was None; max_norm is 1.0, was None"),
+    "model": (["--model", "builtin"], "model is builtin, was "),
+    "task and data": (["-t", "rte", "--data", "builtin"], "task is rte, was mrpc; data is builtin (6400 rows, sha256 "),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
+def test_settings_of_another_run_are_refused(case, job, finished, capsys):
+    argv, message = OTHER_SETTINGS[case]
+    text = _refused(capsys, *job, "--resume", finished[0], *argv)
+    assert message in text and f"--resume {finished[0]} goes on with a run of other settings: " in text
+    assert re.findall(r"(\w+) is ", text) == re.findall(r"(\w+) is ", message)  # and nothing else
+
+
+def test_what_a_resumed_run_may_leave_out_or_change(job, finished, capsys, tmp_path):
+    """The rate, if the saved one is to go on; the place of the data, if the rows are the same. Other rows are refused."""
+    argv = job[:job.index("--lr")] + job[job.index("--lr") + 2:]
+    shutil.copytree(job[job.index("--data") + 1], tmp_path / "moved")
+    glue.main([*argv, "--data", str(tmp_path / "moved"), "--resume", str(finished[0]), "--precision", "bf16"])
+    text = capsys.readouterr().out
+    assert "| lr 0.001, 3 epochs" in text and _last_line(text)["train_loss"] == finished[1]["train_loss"]
+    _write_pairs(tmp_path / "more", 41, 7)
+    text = _refused(capsys, *job, "--data", tmp_path / "more", "--resume", finished[0])
+    assert "data is folder (41 rows, sha256 " in text and ", was folder (40 rows, sha256 " in text and text.count(", was ") == 1
+
+
+def test_resume_without_a_checkpoint_is_refused(job, finished, capsys, tmp_path):  # CASES 44
+    for folder in (tmp_path / "nowhere", tmp_path, finished[0] / "checkpoint"):
+        text = _refused(capsys, *job, "--resume", folder, "--save", tmp_path / "new")
+        assert f"--resume {folder}: there is no checkpoint in {folder / 'checkpoint'}" in text
+    assert not (tmp_path / "new").exists()
+    shutil.copytree(finished[0], tmp_path / "run")
+    (tmp_path / "run" / "checkpoint").rename(tmp_path / "run" / "checkpoint.old")  # killed between two renames
+    glue.main([*job, "--resume", str(tmp_path / "run"), "--save", str(tmp_path / "run")])
+    assert _result(capsys.readouterr().out).items() <= finished[1].items()
+    torch.save({"epoch": 1}, tmp_path / "run" / "checkpoint.old" / "extra.pt")
+    text = _refused(capsys, *job, "--resume", tmp_path / "run")
+    assert "train_glue.py did not write" in text and "lacks scheduler, settings, train_loss" in text
+    (tmp_path / "run" / "checkpoint.old" / "extra.pt").write_bytes(b"PK")
+    text = _refused(capsys, *job, "--resume", tmp_path / "run", status=1)
+    assert f"cannot read {tmp_path / 'run' / 'checkpoint.old' / 'extra.pt'}: " in text
+
+
+def _main(argv):
+    """Exit status and last line on stderr of this rank."""
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        glue.main([*map(str, argv)])
+    return ended.value.code, err.getvalue().splitlines()[-1]
+
+
+def test_checkpoint_that_does_not_fit_or_is_damaged_ends_the_run(job, finished, families, tmp_path):  # CASES 44
+    """The engine's message with exit status 1: the command was right, the files are not."""
+    import transformers
+    shutil.copytree(families / "bert", tmp_path / "bert")
+    argv = [*job, "--model", tmp_path / "bert", "--epochs", 1]
+    glue.main([*map(str, argv), "--save", str(tmp_path / "run")])
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "bert", intermediate_size=48)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    status, text = _main([*argv, "--resume", tmp_path / "run"])
+    assert status == 1 and "encoder.layer.0.intermediate.dense.weight has shape (64, 32) instead of (48, 32)" in text
+    shutil.copytree(finished[0], tmp_path / "cut")
+    file = tmp_path / "cut" / "checkpoint" / "rank_00000.safetensors"
+    os.truncate(file, os.path.getsize(file) - 1)
+    status, text = _main([*job, "--resume", tmp_path / "cut"])
+    assert status == 1 and text.startswith(f"train_glue.py: {file} has ") and "bytes instead of" in text
+
+
+def test_folder_with_something_else_in_it_is_not_saved_to(job, capsys, tmp_path):
+    thesis = tmp_path / "home" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.touch()
+    assert f"--save {thesis}: this is a file" in _refused(capsys, *job, "--save", thesis)
+    text = _refused(capsys, *job, "--save", tmp_path / "home")
+    assert f"--save {tmp_path / 'home'}: this folder has neither a checkpoint nor" in text and "thesis.tex" in text
+    (tmp_path / "tf").mkdir()
+    (tmp_path / "tf" / "config.json").touch()
+    (tmp_path / "tf" / "checkpoint").touch()  # TensorFlow's, of old models on the hub
+    assert f"{tmp_path / 'tf' / 'checkpoint'} is in the way" in _refused(capsys, *job, "--save", tmp_path / "tf")
+    assert not torch.distributed.is_initialized() and thesis.exists()
+    for names in ((), ("config.json", "model.safetensors"), ("checkpoint/meta.json", "notes"), ("checkpoint.old/meta.json",),
+                  ("checkpoint.tmp/extra.pt", "model.tmp/config.json")):
+        folder = tmp_path / f"good-{len(list(tmp_path.iterdir()))}"
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        glue.check_save(str(folder))
+    if os.path.isdir("/proc"):  # where nobody can make a folder
+        assert "--save /proc/none: " in _main([*job, "--save", "/proc/none"])[1]
+
+
+def test_what_cannot_be_written_ends_all_ranks(pool, job, tmp_path):
+    """The checkpoint of the last epoch is there by then; resuming evaluates and tries again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").mkdir()  # in the way of the file
+    outputs, stops = zip(*pool.run(2, _run, *job, "--epochs", 1, "--save", tmp_path / "run"))
+    assert stops[0] == stops[1] and stops[0][1] == 1 and stops[0][0].startswith("rank 0: IsADirectoryError")
+    assert "{" not in outputs[0]
+    (tmp_path / "run" / "config.json").rmdir()
+    (text, stop), _ = pool.run(2, _run, *job, "--epochs", 1, "--resume", tmp_path / "run", "--save", tmp_path / "run")
+    assert stop is None and "only evaluating" in text and (tmp_path / "run" / "config.json").is_file()
