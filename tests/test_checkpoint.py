@@ -5,22 +5,39 @@ with one process); the geometry of fragments with index sets; the files with wha
 after a kill before each single file operation with the old and the new checkpoint; Adam's state with torch's AdamW.
 Models have prime sizes, zero elements, scalars and fewer elements than ranks. One to four CPU ranks; about 40 s.
 """
+import builtins
 import contextlib
+import copy
 import dataclasses
 import importlib
 import itertools
+import json
+import math
+import os
 import random as python_random
+import shutil
+import signal
+import subprocess
+import sys
 import types
+from datetime import timedelta
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
-from models import ENGINES, Plain, Reference, build, build_engine, global_batch, rows, two_groups
+from models import ENGINES, Plain, Reference, build, build_engine, global_batch, loss_of, raises, rows, two_groups
+from test_contract import LivePeak
 from torch import nn
 
 SAMPLES = 12  # of the global batch, whatever the number of ranks
 engines = pytest.mark.parametrize("name", ENGINES)
-pairs = pytest.mark.parametrize("first, then", list(itertools.product(ENGINES, ENGINES)))
+# What concerns the shared blocks alone is asked once per strategy file.
+files = pytest.mark.parametrize("name", [*{module: name for name, (module, *_) in reversed(ENGINES.items())}.values()][::-1])
+FIRST = next(iter(ENGINES))
+pairs = pytest.mark.parametrize("first, then", [  # from and to the first strategy; all others in the sweep
+    pytest.param(first, then, marks=[] if FIRST in (first, then) else pytest.mark.sweep)
+    for first, then in itertools.product(ENGINES, ENGINES) if first != then or len(ENGINES) == 1])
 
 
 def file_of(name):
@@ -80,13 +97,15 @@ class Noisy(Plain):
 class Run:
     """An engine with two groups, clipping and a schedule, and the steps that it takes."""
 
-    def __init__(self, name, kind, seed=0, dtype=torch.float64, spoiled=(), **knobs):
+    def __init__(self, name, kind, seed=0, dtype=torch.float64, spoiled=(), change=None, groups=two_groups, **knobs):
         self.kind, self.dtype, self.spoiled = kind, dtype, spoiled
         self.rank, self.ranks = rank_and_size()
         torch.manual_seed(seed)
         model = Noisy().to(dtype) if kind == "noisy" else build(kind, seed, dtype)
+        if change:
+            change(model)
         knobs = {**dict(lr=0.01, eps=1e-3, max_norm=0.5, precision="fp32"), **knobs}
-        self.engine = build_engine(name, model, two_groups(model), **knobs)
+        self.engine = build_engine(name, model, groups(model), **knobs)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.engine.optimizer, lambda t: 1 / (1 + t))
         torch.manual_seed(100 * seed + self.rank)
         python_random.seed(100 * seed + self.rank)
@@ -264,7 +283,7 @@ def spread_out(stretches, numel):
     return places
 
 
-@engines
+@files
 def test_stretches_are_those_of_indexing(name):
     rng = python_random.Random(0)
     for _ in range(300):
@@ -276,7 +295,7 @@ def test_stretches_are_those_of_indexing(name):
                 assert spread_out(found, end - start) == indices(shape, boxes, dim, start, end), (shape, boxes, start, end)
 
 
-@engines
+@files
 def test_stretches_are_few(name):
     """One for a whole parameter and for rows of it, one per row for columns, three for a fused QKV joined along dim 0."""
     stretches, everything = file_of(name).stretches, slice(0, 1000)
@@ -286,7 +305,7 @@ def test_stretches_are_few(name):
     assert len(stretches((3000, 1000), tuple((slice(a, a + 500), everything) for a in (0, 1000, 2000)), 0, 1_500_000)) == 3
 
 
-@engines
+@files
 def test_overlaps_are_those_of_index_sets(name):
     rng, module = python_random.Random(1), file_of(name)
     for _ in range(150):
@@ -305,7 +324,7 @@ def test_overlaps_are_those_of_index_sets(name):
                 assert sorted(pairs_found) == expected, (shape, some)
 
 
-@engines
+@files
 @pytest.mark.parametrize("spread", [True, False])
 def test_deal_covers_every_element_once(name, spread):
     """Ranges that several ranks hold, that ranks share out, that overlap in part; a buffer comes from its first holder."""
@@ -344,7 +363,7 @@ def test_deal_covers_every_element_once(name, spread):
             assert rank == holders[0] or spread and expected[key][0][1] != "buffer"
 
 
-@engines
+@files
 def test_deal_spreads_what_is_replicated(name):
     module = file_of(name)
     fragment = module.Fragment("p", 0, (10,), ((slice(0, 10),),), 0, 10, torch.empty(0))
@@ -471,3 +490,884 @@ def test_tensor_parallel_fragments_to_an_engine_and_back(pool, tmp_path, name, r
     pool.run(ranks, load_what_was_made_by_hand, name, f"{tmp_path}/by-hand", f"{tmp_path}/engine")
     pool.run(4, load_by_hand, name, f"{tmp_path}/engine")
     pool.run(4, load_by_hand, name, f"{tmp_path}/by-hand")
+
+
+# ---- 6. killed before every single file operation --------------------------------------------------------------------------
+
+
+class Death:
+    """While it is on, counts file operations and ends the process before the n-th, or in the middle of it if that is a write:
+    half of it has reached the file then. What is still in a file object's buffer is lost, as with kill -9."""
+
+    OPERATIONS = ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir", "makedirs", "open")  # of os
+
+    def __init__(self, n):
+        self.n, self.done = n, 0
+
+    def __enter__(self):
+        self.saved = {name: getattr(os, name) for name in self.OPERATIONS}
+        self.open = builtins.open
+        for name, function in self.saved.items():
+            setattr(os, name, self.counted(function))
+        builtins.open = lambda *args, **kwargs: DyingFile(self, self.counted(self.open)(*args, **kwargs))
+
+    def __exit__(self, *_):
+        builtins.open = self.open
+        for name, function in self.saved.items():
+            setattr(os, name, function)
+
+    def counted(self, function, last_act=lambda *args: None):
+        def call(*args, **kwargs):
+            self.done += 1
+            if self.done == self.n:
+                last_act(*args)
+                os._exit(9)
+            return function(*args, **kwargs)
+        return call
+
+
+class DyingFile:
+    def __init__(self, death, file):
+        self.file, self.fileno = file, file.fileno
+        self.write = death.counted(file.write, self.half)
+        self.flush, self.close = death.counted(file.flush), death.counted(file.close)
+
+    def half(self, part):
+        part = bytes(part)
+        self.file.write(part[: len(part) // 2])
+        self.file.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def fork(function, *args) -> int:
+    """`function(*args)` in a child process, which gets 30 s; its process id."""
+    if pid := os.fork():
+        return pid
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        function(*args)
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def exit_codes(pids) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def die_in_save(engine, directory, n, epoch):
+    with Death(n):
+        engine.save(directory, epoch=epoch)
+
+
+def loaded(name, kind, directory):
+    """What a fresh engine finds: its state after loading (random numbers apart) and the epoch; None if there is no checkpoint."""
+    engine = Run(name, kind, seed=9).engine
+    try:
+        extra = engine.load(directory)
+    except file_of(name).CheckpointError as error:
+        assert f"there is no checkpoint in {directory}" in str(error)
+        return None
+    state = state_of(engine)
+    return {k: v for k, v in state.items() if k not in ("torch", "python")}, extra["epoch"]
+
+
+def is_one_of(found, allowed):
+    assert any(found is other is None or None not in (found, other) and not differences(found, other) for other in allowed), (
+        found and found[1], [other and other[1] for other in allowed])
+
+
+def old_and_new(name, tmp_path):
+    """Two engines that have come to different places, the checkpoint of the first, and what loading either must give."""
+    runs = [Run(name, "tied", seed=s) for s in (0, 1)]
+    for epoch, run in enumerate(runs):
+        run.train(range(epoch + 1))
+        run.engine.save(f"{tmp_path}/{epoch}", epoch=epoch)
+    old, new = (loaded(name, "tied", f"{tmp_path}/{epoch}") for epoch in range(2))
+    assert differences(old, new)
+    return f"{tmp_path}/0", runs[1].engine, old, new
+
+
+@files
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_killed_at_every_file_operation(tmp_path, name, overwrites):
+    """Case 43. In a child process, before its n-th operation, n = 1, 2, ... until a save runs through."""
+    base, engine, old, new = old_and_new(name, tmp_path)
+    directory = f"{tmp_path}/place/run"
+    seen = set()
+    for n in itertools.count(1):
+        shutil.rmtree(f"{tmp_path}/place", ignore_errors=True)
+        os.mkdir(f"{tmp_path}/place")
+        if overwrites:
+            shutil.copytree(base, directory)
+        [code] = exit_codes([fork(die_in_save, engine, directory, n, 1)])
+        found = loaded(name, "tied", directory)
+        seen.add(found and found[1])
+        if code == 0:
+            break
+        assert code == 9
+        is_one_of(found, [old if overwrites else None, new])
+        engine.save(directory, epoch=1)
+        assert os.listdir(f"{tmp_path}/place") == ["run"]  # neither run.tmp nor run.old
+        is_one_of(loaded(name, "tied", directory), [new])
+    is_one_of(found, [new])
+    assert os.listdir(f"{tmp_path}/place") == ["run"]
+    assert n > 30
+    assert seen == {0, 1} if overwrites else {None, 1}
+
+
+@files
+def test_killed_between_the_renames_and_again(tmp_path, name):
+    """The next save starts where `run` is absent, `run.old` and `run.tmp` are complete; it too is killed at every operation."""
+    base, engine, old, new = old_and_new(name, tmp_path)
+    directory = f"{tmp_path}/place/run"
+    for n in itertools.count(1):
+        shutil.rmtree(f"{tmp_path}/place", ignore_errors=True)
+        os.mkdir(f"{tmp_path}/place")
+        shutil.copytree(base, f"{directory}.old")
+        shutil.copytree(base, f"{directory}.tmp")
+        [code] = exit_codes([fork(die_in_save, engine, directory, n, 1)])
+        is_one_of(loaded(name, "tied", directory), [old, new] if code else [new])
+        if code == 0:
+            break
+    assert n > 30
+    assert os.listdir(f"{tmp_path}/place") == ["run"]
+
+
+def one_of_two_dies(name, base, directory, store, rank, victim, n):
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=15))
+    engine = Run(name, "tied", seed=1).engine
+    engine.load(base)
+    with Death(n if rank == victim else 0):
+        engine.save(directory, epoch=1)
+
+
+def save_with_two(name, directory, seed):
+    run = Run(name, "tied", seed=seed)
+    run.train(range(1))
+    run.engine.save(directory, epoch=seed)
+
+
+@files
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.sweep)])
+def test_one_of_two_ranks_killed(pool, tmp_path, name, victim, stride):
+    """A checkpoint of several files is all old or all new, whichever rank dies; the other one ends too."""
+    for seed in (0, 1):
+        pool.run(2, save_with_two, name, f"{tmp_path}/{seed}", seed)
+    old, new = (loaded(name, "tied", f"{tmp_path}/{seed}") for seed in (0, 1))
+    directory = f"{tmp_path}/place/run"
+    for n in itertools.count(1 + stride // 2, stride):
+        shutil.rmtree(f"{tmp_path}/place", ignore_errors=True)
+        os.mkdir(f"{tmp_path}/place")
+        shutil.copytree(f"{tmp_path}/0", directory)
+        codes = exit_codes([fork(one_of_two_dies, name, f"{tmp_path}/1", directory, f"{tmp_path}/store{n}", rank, victim, n)
+                            for rank in range(2)])
+        if codes == [0, 0]:
+            break
+        assert codes[victim] == 9 and codes[1 - victim] == 1, codes
+        is_one_of(loaded(name, "tied", directory), [old, new])
+    is_one_of(loaded(name, "tied", directory), [new])
+    assert n > (15 if victim == 1 else 30)
+
+
+# ---- 7. what does not fit, is damaged or cannot be written -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refused(name, run, *words):
+    """CheckpointError with these words, and the engine, its schedule and all random numbers as they were, bit for bit."""
+    before = state_of(run.engine), run.schedule.state_dict()
+    with raises(file_of(name).CheckpointError, *words):
+        yield
+    assert_same(before, (state_of(run.engine), run.schedule.state_dict()))
+
+
+def save_one(name, kind, directory, epoch=1, **options):
+    run = Run(name, kind, **options)
+    run.train(range(1))
+    run.engine.save(directory, scheduler=run.schedule, epoch=epoch)
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """saved(name, kind): the folder of a checkpoint of two ranks, written once, only to be read or copied."""
+    made = {}
+
+    def get(name, kind="awkward"):
+        if (name, kind) not in made:
+            made[name, kind] = f"{tmp_path_factory.mktemp('saved')}/run"
+            pool.run(2, save_one, name, kind, made[name, kind])
+        return made[name, kind]
+    return get
+
+
+def edit(path, change):
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    changed = change(data)
+    data = data if changed is None else changed
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def flip(place):
+    def change(data):
+        data[place] ^= 4
+    return change
+
+
+def replaced(old, new):
+    def change(data):
+        assert data.count(old) >= 1
+        return data.replace(old, new, 1)
+    return change
+
+
+DAMAGE = {  # what is done to a file; words of the message
+    "rank file absent": ("rank_00001.safetensors", os.unlink, ["missing"]),
+    "rank file cut short": ("rank_00001.safetensors", lambda path: edit(path, lambda data: data[:-1]), ["bytes instead of"]),
+    "rank file empty": ("rank_00000.safetensors", lambda path: edit(path, lambda data: b""), []),
+    "rank file longer": ("rank_00000.safetensors", lambda path: edit(path, lambda data: data + b"\0"), ["bytes instead of"]),
+    "header flipped": ("rank_00001.safetensors", lambda path: edit(path, flip(100)), ["damaged header"]),
+    "length of header smaller": ("rank_00001.safetensors", lambda path: edit(path, flip(0)), ["damaged header"]),
+    "length of header huge": ("rank_00001.safetensors", lambda path: edit(path, flip(6)), ["damaged header"]),
+    "meta.json absent": ("meta.json", os.unlink, []),
+    "meta.json no JSON": ("meta.json", lambda path: edit(path, lambda data: data[:-20]), ["damaged"]),
+    "meta.json no text": ("meta.json", lambda path: edit(path, lambda data: b"\xff" + data), ["damaged"]),
+    "meta.json another number": ("meta.json", lambda path: edit(path, replaced(b'"lr": 0.0', b'"lr": 0.1')), ["damaged"]),
+    "meta.json no pair": ("meta.json", lambda path: edit(path, lambda data: b"5"), ["damaged"]),
+    "meta.json pair of others": ("meta.json", lambda path: edit(path, lambda data: b"[1, 2]"), []),
+    "newer format": ("meta.json", lambda path: edit(path, replaced(b'"format": 1', b'"format": 2')), ["format 2", "format 1"]),
+    "extra.pt absent": ("extra.pt", os.unlink, []),
+    "extra.pt cut short": ("extra.pt", lambda path: edit(path, lambda data: data[:-100]), []),
+    "extra.pt empty": ("extra.pt", lambda path: edit(path, lambda data: b""), []),
+}
+
+
+def load_refused(name, kind, directory, words, misfit=None):
+    change, groups = MISFITS[misfit][:2] if misfit else (None, two_groups)
+    run = Run(name, kind, seed=5, change=change, groups=groups)
+    with refused(name, run, *words):
+        run.engine.load(directory, scheduler=run.schedule)
+
+
+@files
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged(pool, tmp_path, saved, name, damage):
+    """Case 44. The message names the file; both ranks raise; nothing has changed."""
+    file, do, words = DAMAGE[damage]
+    directory = shutil.copytree(saved(name), f"{tmp_path}/run")
+    do(f"{directory}/{file}")
+    words = [f"{tmp_path}/run" if "meta.json absent" in damage else f"{tmp_path}/run/{file}", *words]
+    pool.run(2, load_refused, name, "awkward", directory, words, limit_s=20)
+
+
+@files
+def test_no_checkpoint(pool, tmp_path, name):
+    os.mkdir(f"{tmp_path}/empty")
+    for place in ("empty", "absent"):
+        words = ["there is no checkpoint in", f"{tmp_path}/{place}"]
+        pool.run(2, load_refused, name, "plain", f"{tmp_path}/{place}", words, limit_s=20)
+    assert os.listdir(tmp_path) == ["empty"]
+
+
+def add(name, make):
+    return lambda model: setattr(model, name, make())
+
+
+def freeze(name, trained):
+    return lambda model: model.get_parameter(name).requires_grad_(trained)
+
+
+def numbers(*shape):
+    return nn.Parameter(torch.ones(shape, dtype=torch.float64))
+
+
+def another_group(model):
+    first, empty, last = two_groups(model)
+    moved = first["params"].pop(next(i for i, p in enumerate(first["params"]) if p is model.turned))
+    return [first, {**empty, "params": [moved]}, last]
+
+
+MISFITS = {  # change of the model, its param groups, words of the message
+    "shape": (add("three", lambda: numbers(4)), two_groups, ["three has shape (3,) instead of (4,)"]),
+    "transposed": (add("turned", lambda: numbers(7, 3)), two_groups, ["turned has shape (3, 7) instead of (7, 3)"]),
+    "missing": (lambda model: delattr(model, "three"), two_groups, ["three is unexpected"]),
+    "extra": (add("more", lambda: numbers(4)), two_groups, ["more is missing"]),
+    "extra buffer": (lambda model: model.register_buffer("more", numbers(4).data), two_groups, ["more is missing"]),
+    "frozen": (freeze("twice.weight", False), two_groups, ["twice.weight", "group 0 instead of None"]),
+    "trained": (freeze("frozen.weight", True), two_groups, ["frozen.weight", "group None instead of 0"]),
+    "number of groups": (None, lambda model: two_groups(model)[::2], ["3 param groups instead of 2"]),
+    "another group": (None, another_group, ["turned", "group 0 instead of 1"]),
+    "labels": (add("classifier", lambda: nn.Linear(20, 3).double()), two_groups,
+               ["classifier.weight has shape (2, 20) instead of (3, 20)", "classifier.bias"]),
+}
+
+
+@files
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_other_model(pool, saved, name, misfit):
+    """Case 44. Names and numbers of both sides are in the message."""
+    kind = "bert" if misfit == "labels" else "awkward"
+    pool.run(2, load_refused, name, kind, saved(name, kind), MISFITS[misfit][2], misfit, limit_s=20)
+
+
+def other_objects(name, directory):
+    run = Run(name, "awkward", seed=5)
+    with refused(name, run, "sampler", "epoch, scheduler"):
+        run.engine.load(directory, scheduler=run.schedule, sampler=run.schedule)
+    with refused(name, run, "epoch"):  # a number has no state to take over
+        run.engine.load(directory, epoch=run.schedule)
+    extra = run.engine.load(directory)  # what nobody asked for is returned as it was saved
+    assert extra["epoch"] == 1 and extra["scheduler"]["last_epoch"] == 1 and extra.keys() == {"epoch", "scheduler"}
+
+
+@files
+def test_objects_that_were_not_saved(pool, saved, name):
+    pool.run(2, other_objects, name, saved(name), limit_s=20)
+
+
+class Custom:
+    pass
+
+
+def contents(folder) -> dict:
+    """Every file below a folder, by path, with its bytes."""
+    found = {}
+    for place, folders, files in os.walk(folder):
+        found |= {os.path.join(place, f): None for f in folders}
+        for file in files:
+            with open(os.path.join(place, file), "rb") as f:
+                found[os.path.join(place, file)] = f.read()
+    return found
+
+
+@contextlib.contextmanager
+def save_refused(name, run, directory, *words, leftovers=()):
+    """As `refused`; and every file around stays as it is, but for what is left of a save that had begun."""
+    def around():
+        dist.barrier()
+        found = contents(os.path.dirname(directory))
+        dist.barrier()
+        return {path: data for path, data in found.items() if not path.startswith(tuple(leftovers))}
+
+    before = around()
+    with refused(name, run, *words):
+        yield
+    assert before == around()
+
+
+def unsaveable(name, directory):
+    run = Run(name, "awkward", seed=5)
+    for thing in (Custom(), lambda: 0, Custom):
+        with save_refused(name, run, directory, "odd_extra"):
+            run.engine.save(directory, epoch=1, odd_extra=thing)
+    with save_refused(name, run, directory, "rank [1]"):  # on one rank only
+        run.engine.save(directory, thing=Custom() if run.rank else 0)
+    run.engine.save(directory, epoch=1, thing={"a": [1, 2.5, "b", None, True], "b": torch.ones(3), "c": (1, 2)})
+    thing = run.engine.load(directory)["thing"]
+    assert_same(thing, {"a": [1, 2.5, "b", None, True], "b": torch.ones(3), "c": (1, 2)})
+
+
+@files
+def test_extra_that_cannot_be_saved(pool, tmp_path, saved, name):
+    """Refused when saving: `load` would refuse it, as it runs no code from a file."""
+    pool.run(2, unsaveable, name, shutil.copytree(saved(name), f"{tmp_path}/run"), limit_s=20)
+
+
+def odd_dtype(name, directory):
+    run = Run(name, "awkward", change=add("phase", lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)))
+    with save_refused(name, run, directory, "phase", "complex64"):
+        run.engine.save(directory)
+
+
+@files
+def test_dtype_that_the_format_does_not_know(pool, tmp_path, name):
+    pool.run(2, odd_dtype, name, f"{tmp_path}/run", limit_s=20)
+
+
+def in_the_way(name, directory, words):
+    run = Run(name, "plain", seed=5)
+    with save_refused(name, run, directory, *words):
+        run.engine.save(directory)
+
+
+@files
+@pytest.mark.parametrize("exists", [True, False])
+@pytest.mark.parametrize("foreign", ["run", "run.old", "run.tmp"])
+@pytest.mark.parametrize("what", ["file inside", "folder inside", "file instead"])
+def test_foreign_files_are_left_alone(pool, tmp_path, saved, name, foreign, what, exists):
+    """Whether there is a checkpoint already, or not; nothing of the user's is removed or renamed."""
+    if exists and foreign != "run":
+        shutil.copytree(saved(name), f"{tmp_path}/run")
+    if what == "file instead":
+        (tmp_path / foreign).write_text("mine")
+    else:
+        if exists:
+            shutil.copytree(saved(name), tmp_path / foreign)
+        (tmp_path / foreign / ("notes" if what == "folder inside" else "")).mkdir(parents=True, exist_ok=True)
+        (tmp_path / foreign / "notes" if what == "folder inside" else tmp_path / foreign).joinpath("notes.txt").write_text("mine")
+    words = [f"{tmp_path}/{foreign}", "in the way"]
+    pool.run(2, in_the_way, name, f"{tmp_path}/run", words, limit_s=20)
+
+
+@contextlib.contextmanager
+def impatient(name):
+    module = file_of(name)
+    before, module.MEETING_S = module.MEETING_S, 0.5
+    try:
+        yield
+    finally:
+        module.MEETING_S = before
+
+
+def alone(name, directory):
+    run = Run(name, "awkward", seed=5)
+    with impatient(name):
+        for one in range(run.ranks):
+            others = str([r for r in range(run.ranks) if r != one])
+            for call in (run.engine.save, run.engine.load):
+                if run.rank == one:
+                    with refused(name, run, call.__name__, others, "0.5 s"):
+                        call(directory)
+                dist.barrier()
+        # one saves while the others load: neither finds the others
+        with save_refused(name, run, directory, "rank [1, 2]" if run.rank == 0 else "rank [0"):
+            (run.engine.load if run.rank else run.engine.save)(directory)
+    run.engine.save(directory, epoch=7)
+    state = state_of(run.engine)
+    other = Run(name, "awkward", seed=6)
+    assert other.engine.load(directory) == {"epoch": 7}
+    assert_same(state, state_of(other.engine))
+
+
+@files
+def test_case_38_one_rank_alone(pool, tmp_path, name):
+    """It waits for the others, 0.5 s here, then names them; afterwards all are in step again."""
+    pool.run(3, alone, name, f"{tmp_path}/run", limit_s=40)
+
+
+def disk_full(name, directory):
+    run = Run(name, "awkward", seed=5)
+    module = file_of(name)
+
+    def full(file):
+        def write_file(path, parts):
+            if path.endswith(file):
+                with open(path, "wb") as f:
+                    f.write(b"half of it")
+                    raise OSError(28, "No space left on device", path)
+            return original(path, parts)
+        return write_file
+
+    original = module.write_file
+    for rank, file in ((1, "rank_00001.safetensors"), (0, "rank_00000.safetensors"), (0, "extra.pt"), (0, "meta.json")):
+        try:
+            module.write_file = full(file)
+            words = f"rank [{rank}]", "No space left on device", file
+            with save_refused(name, run, directory, *words, leftovers=[f"{directory}.tmp"]):
+                run.engine.save(directory, epoch=2)
+        finally:
+            module.write_file = original
+        other = Run(name, "awkward", seed=6)
+        assert other.engine.load(directory)["epoch"] == 1  # the previous checkpoint is there to be read
+    run.engine.save(directory, epoch=2)
+    assert other.engine.load(directory) == {"epoch": 2}
+    dist.barrier()
+    assert os.listdir(os.path.dirname(directory)) == ["run"]
+
+
+@files
+def test_disk_full_on_one_rank(pool, tmp_path, saved, name):
+    """Every rank says which one could not write, and why; the previous checkpoint stays."""
+    pool.run(2, disk_full, name, shutil.copytree(saved(name), f"{tmp_path}/run"), limit_s=40)
+
+
+def different_folders(name, directory):
+    run = Run(name, "plain")
+    with save_refused(name, run, directory, f"{directory}0", f"{directory}1"):
+        run.engine.save(f"{directory}{run.rank}")
+    run.engine.save(f"{os.path.dirname(directory)}/./run/")  # one folder, spelt in another way
+
+
+@files
+def test_different_folders(pool, tmp_path, name):
+    pool.run(2, different_folders, name, f"{tmp_path}/run", limit_s=20)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@files
+def test_fewer_ranks_overwrite_more(pool, tmp_path, name):
+    """No file of the larger checkpoint stays."""
+    for ranks in (3, 1, 2):
+        pool.run(ranks, save_one, name, "plain", f"{tmp_path}/run")
+        files = [f"rank_{r:05d}.safetensors" for r in range(ranks)]
+        assert sorted(os.listdir(f"{tmp_path}/run")) == ["extra.pt", "meta.json", *files]
+
+
+# ---- 8. host memory -----------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """`count` parameters of `numel` elements each."""
+
+    def __init__(self, count, numel):
+        super().__init__()
+        self.blocks = nn.ParameterList([nn.Parameter(torch.full((numel,), float(i))) for i in range(count)])
+
+    def forward(self, x):
+        return sum((block * x).sum() for block in self.blocks)
+
+
+def live_peaks(name, directory):
+    largest = 2**18 * 4
+    engine = build_engine(name, Blocks(6, 2**18), precision="fp32")
+    held = [t for f in engine.fragments for t in (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half) if t is not None]
+    peaks = []
+    for call in (file_of(name).save_checkpoint, file_of(name).load_checkpoint):
+        with LivePeak([*held, *engine.module.parameters()]) as live:
+            call(engine, directory, {})
+        peaks.append(live.peak)
+    assert peaks[0] <= 2**16, peaks  # CPU tensors are written from where they are; 2^16: random states, what ranks tell each other
+    assert peaks[1] <= largest + 2**16, peaks
+
+
+@engines
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_new_storages_are_no_larger_than_one_parameter(pool, tmp_path, name, ranks):
+    pool.run(ranks, live_peaks, name, f"{tmp_path}/run")
+
+
+def resident_peak(name, directory):
+    """Prints by how many bytes the resident memory of this process rises above where it stands, in save and in load, and what
+    the checkpoint holds: 24 parameters of 4 MB, with moments 302 MB."""
+    def resident(kind):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(kind))
+
+    engine = build_engine(name, Blocks(9, 2**21), precision="fp32")
+    engine.forward_backward(torch.ones(1))
+    engine.step()
+    engine.save(f"{directory}/warm")  # what is imported and allocated once
+    for call in (engine.save, engine.load):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak starts from what is resident now
+        before = resident("VmRSS")
+        call(f"{directory}/run")
+        print(resident("VmHWM") - before)
+    print(os.path.getsize(f"{directory}/run/rank_00000.safetensors"))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux: the peak of resident memory, reset")
+@files
+def test_resident_memory(tmp_path, name):
+    """In a process of its own: saving and loading 226 MB in parameters of 8 MB takes no more than one of them and 4 MB."""
+    code = f"import test_checkpoint; test_checkpoint.resident_peak({name!r}, {str(tmp_path)!r})"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0, out.stderr
+    saving, loading, file_bytes = map(int, out.stdout.split())
+    assert file_bytes > 200e6
+    assert saving <= 2**23 + 2**22 and loading <= 2**23 + 2**22, (saving, loading)
+
+
+# ---- 9. the files -------------------------------------------------------------------------------------------------------------
+
+
+def exact_model(seed):
+    """1 + 2^-23 is the fp32 number above 1: no half precision holds it."""
+    model = build("plain", seed, torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.flatten()[0] = 1 + 2**-23
+    return model
+
+
+def save_exactly(name, precision, directory):
+    engine = build_engine(name, exact_model(0), precision=precision, lr=0.0)
+    batch, loss_fn = global_batch("plain", 4, 0, torch.float32)
+    engine.forward_backward(batch, 1, loss_fn)
+    engine.step()  # lr = 0: moments move, weights do not
+    engine.save(directory)
+    loader = build_engine(name, exact_model(1), precision=precision, lr=0.0)
+    loader.load(directory)
+    assert_same(state_of(engine), state_of(loader))
+    return engine.optimizer.state_dict()
+
+
+@engines
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_files_are_safetensors(pool, tmp_path, name, precision):
+    """The safetensors package reads them; pieces, joined as meta.json says, are the fp32 masters and moments."""
+    adam = pool.run(2, save_exactly, name, precision, f"{tmp_path}/run")[0]
+    with open(tmp_path / "run" / "meta.json") as file:
+        meta, _ = json.load(file)
+    files = [safetensors.torch.load_file(tmp_path / "run" / f"rank_{r:05d}.safetensors") for r in range(2)]
+    assert sum(len(f) for f in files) == 2 * 2 + sum(3 * len(p["pieces"]) for p in meta["parameters"].values())
+    assert meta["world_size"] == 2 and meta["mode"] == ENGINES[name][1]
+    for key, parameter in exact_model(0).named_parameters():
+        info = meta["parameters"][key]
+        assert (tuple(info["shape"]), info["group"], info["step"]) == (parameter.shape, 0, 1)
+        for kind, expected in (("master", parameter.detach()), *[(m, adam["state"][key][m]) for m in ("exp_avg", "exp_avg_sq")]):
+            whole = torch.full((parameter.numel(),), math.nan)
+            for i, (rank, boxes, start, end) in enumerate(info["pieces"]):
+                places = indices(parameter.shape, [tuple(slice(*ends) for ends in box) for box in boxes], 0, start, end)
+                whole[places] = files[rank][f"{key}.{kind}.{i}"]
+            assert_same(whole.view(parameter.shape), expected)
+
+
+# ---- 10. Adam's state as torch has it -----------------------------------------------------------------------------------------
+
+
+def numbered(state_dict):
+    """Names become the places in the groups, in order: what torch writes."""
+    names = [n for group in state_dict["param_groups"] for n in group["params"]]
+    number = {n: i for i, n in enumerate(names)}
+    return {"state": {number[n]: s for n, s in state_dict["state"].items()},
+            "param_groups": [{**g, "params": [number[n] for n in g["params"]]} for g in state_dict["param_groups"]]}
+
+
+def adam_to_torch(name, kind):
+    run = Run(name, kind, max_norm=0.0)
+    run.train(range(2))
+    adam, weights = run.engine.optimizer.state_dict(), run.engine.state_dict()
+    run.train([2])
+    end, end_adam = run.engine.state_dict(), run.engine.optimizer.state_dict()
+    if run.rank > 0:
+        assert adam == weights == end == end_adam == {}
+        return
+    plain = build(kind, seed=4)
+    plain.load_state_dict(weights)
+    optimizer = torch.optim.AdamW(two_groups(plain), lr=7.0, eps=7.0)  # all options come from the state dict
+    optimizer.load_state_dict(numbered(adam))
+    batch, loss_fn = global_batch(kind, SAMPLES, 2)
+    loss_of(plain, batch, loss_fn).backward()
+    optimizer.step()
+    for key, tensor in plain.state_dict().items():
+        close(end[key], tensor)
+    names = {p: n for n, p in plain.named_parameters()}
+    assert end_adam["state"].keys() == {names[p] for p in optimizer.state}
+    for p, state in optimizer.state.items():
+        assert state.keys() == end_adam["state"][names[p]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, tensor in state.items():
+            close(end_adam["state"][names[p]][key], tensor)
+    if kind == "awkward":
+        assert not {"unused.weight", "frozen.weight", "layers.0.bias"} & end_adam["state"].keys()
+
+
+def filled_groups(model):
+    """torch's own optimizer takes no empty group among named ones."""
+    return [g for g in two_groups(model) if g["params"]]
+
+
+def torch_to_adam(name, kind):
+    plain = build(kind)
+    names = {p: n for n, p in plain.named_parameters()}
+    groups = [{**g, "params": [(names[p], p) for p in g["params"]]} for g in filled_groups(plain)]
+    optimizer = torch.optim.AdamW(groups, eps=1e-3, betas=(0.8, 0.99))
+
+    def step(k):
+        batch, loss_fn = global_batch(kind, SAMPLES, k)
+        optimizer.zero_grad()
+        loss_of(plain, batch, loss_fn).backward()
+        optimizer.step()
+
+    step(0)
+    step(1)
+    run = Run(name, kind, seed=4, max_norm=0.0, groups=filled_groups)
+    mine = run.rank == 0
+    run.engine.load_state_dict(plain.state_dict() if mine else {})
+    run.engine.optimizer.load_state_dict(optimizer.state_dict() if mine else {})
+    assert [(g["lr"], g["betas"], g["eps"], g["weight_decay"], g["adamw"]) for g in run.engine.optimizer.param_groups] == [
+        (g["lr"], (0.8, 0.99), 1e-3, g["weight_decay"], True) for g in optimizer.param_groups]
+    run.train([2])
+    step(2)
+    weights = run.engine.state_dict()
+    if mine:
+        for key, tensor in plain.state_dict().items():
+            close(weights[key], tensor)
+
+
+@engines
+@pytest.mark.parametrize("kind", ["awkward", "gpt2"])
+@pytest.mark.parametrize("way", [adam_to_torch, torch_to_adam])
+def test_adam_state_to_and_from_torch(pool, name, kind, way):
+    """Numbered, it continues in torch.optim.AdamW; torch's own, of named parameters, continues in the engine."""
+    pool.run(2, way, name, kind)
+
+
+def changed(state_dict, change):
+    state_dict = copy.deepcopy(state_dict)
+    change(state_dict)
+    return state_dict
+
+
+def rename(state_dict):
+    state_dict["state"]["other"] = state_dict["state"].pop("three")
+    group = next(g for g in state_dict["param_groups"] if "three" in g["params"])
+    group["params"][group["params"].index("three")] = "other"
+
+
+def move(state_dict):
+    first, empty, last = state_dict["param_groups"]
+    last["params"].remove("three")
+    empty["params"].append("three")
+
+
+def wrong_adam_states(name):
+    run = Run(name, "awkward")
+    run.train(range(1))
+    good = run.engine.optimizer.state_dict()
+    run.train(range(1, 2))
+
+    def set_(group, key, value):
+        return lambda s: s["param_groups"][group].update({key: value})
+
+    cases = {
+        "another name": (rename, ["other is not a trained parameter"]),
+        "shape": (lambda s: s["state"]["three"].update(exp_avg=torch.zeros(4)), ["three", "(4,)", "(3,)"]),
+        "one moment": (lambda s: s["state"]["three"].pop("exp_avg_sq"), ["exp_avg_sq"]),
+        "missing": (lambda s: s["param_groups"][2]["params"].remove("three"), ["missing three"]),
+        "groups": (lambda s: s["param_groups"].pop(), ["2 param groups instead of 3"]),
+        "another group": (move, ["three", "group 1", "group 2"]),
+        "amsgrad": (set_(1, "amsgrad", True), ["group 1", "amsgrad"]),
+        "maximize": (set_(2, "maximize", True), ["group 2", "maximize"]),
+        "empty": (dict.clear, ["param_groups"]),
+        "numbers": (lambda s: s.update(numbered(s)), ["is not a trained parameter"]),
+    }
+    for case, (change, words) in cases.items():
+        try:
+            with refused(name, run, *words):
+                run.engine.optimizer.load_state_dict(changed(good, change) if run.rank == 0 else {})
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+    run.engine.optimizer.load_state_dict(good)
+    assert_same(good, run.engine.optimizer.state_dict())
+
+
+@files
+def test_wrong_adam_states_are_refused(pool, name):
+    pool.run(2, wrong_adam_states, name, limit_s=30)
+
+
+# ---- 11. and 12. buffers, frozen parameters, and what load does to the engine ----------------------------------------------------
+
+
+def evaluated(engine):
+    with torch.no_grad():
+        return engine.eval()(global_batch("batchnorm", 8, 99)[0][0])
+
+
+def scratch(model):
+    model.register_buffer("scratch", torch.full((3,), float(rank_and_size()[0] + 1)).double(), persistent=False)
+
+
+def save_batchnorm(name, directory):
+    run = Run(name, "batchnorm", change=scratch)
+    run.train(range(3))
+    run.engine.save(directory)
+    return evaluated(run.engine)
+
+
+def load_batchnorm(name, directory, change=None):
+    engine = Run(name, "batchnorm", seed=5, change=change).engine
+    before = engine.module.scratch.clone() if change else None
+    engine.load(directory)
+    if change:
+        assert_same(before, engine.module.scratch)
+    norm = engine.module.net[1]
+    assert norm.num_batches_tracked.dtype == torch.int64 and norm.num_batches_tracked.item() == 6  # micro-batches
+    return evaluated(engine)
+
+
+@engines
+def test_case_31_batchnorm_on_other_ranks(pool, tmp_path, name):
+    """Evaluation after loading is that of the saving run, bit for bit; buffers that are not in the state dict are not saved."""
+    expected = pool.run(2, save_batchnorm, name, f"{tmp_path}/run")
+    with open(f"{tmp_path}/run/meta.json") as file:
+        names = json.load(file)[0]["parameters"].keys()
+    assert names == build("batchnorm").state_dict().keys()
+    for ranks in (1, 2, 3):
+        for change in (None, scratch):
+            for output in pool.run(ranks, load_batchnorm, name, f"{tmp_path}/run", change):
+                assert_same(output, expected[0])
+
+
+def load_frozen(name, directory):
+    run = Run(name, "awkward", seed=5)
+    run.engine.load(directory)
+    expected = build("awkward")
+    frozen = [n for n, p in expected.named_parameters() if not p.requires_grad]
+    assert frozen == ["layers.0.bias", "frozen.weight", "frozen.bias"]
+    weights = run.engine.state_dict()
+    if run.rank == 0:
+        assert_same([weights[n] for n in frozen], [expected.get_parameter(n).detach() for n in frozen])
+    return frozen
+
+
+@files
+def test_case_11_frozen_parameters(pool, saved, name):
+    """They are in the checkpoint, once and without moments."""
+    frozen = pool.run(3, load_frozen, name, saved(name))[0]
+    keys = []
+    for rank in range(2):
+        keys += [k for k in safetensors.torch.load_file(f"{saved(name)}/rank_{rank:05d}.safetensors")]
+    for n in frozen:
+        assert {k.split(".")[-2] for k in keys if k.startswith(n)} == {"master"}
+    with open(f"{saved(name)}/meta.json") as file:
+        parameters = json.load(file)[0]["parameters"]
+    assert not any("group" in parameters[n] or "step" in parameters[n] for n in frozen)
+
+
+def load_between_backward_and_step(name, directory):
+    expected, run = Run(name, "awkward", seed=5), Run(name, "awkward", seed=6)
+    expected.engine.load(directory, scheduler=expected.schedule)
+    run.train(range(2))
+    batch, loss_fn = global_batch("awkward", 4, 50)
+    run.engine.forward_backward(batch, 1, loss_fn)
+    run.engine.load(directory, scheduler=run.schedule)
+    assert_same(expected.train(range(1, 3)), run.train(range(1, 3)))
+    assert_same(state_of(expected.engine), state_of(run.engine))
+
+
+@engines
+def test_load_discards_gradients(pool, saved, name):
+    """An engine that has trained, and has a gradient, is as good as a new one."""
+    pool.run(2, load_between_backward_and_step, name, saved(name))
+
+
+@files
+@pytest.mark.parametrize("kind", ["one cycle", "cosine", "plateau", "sequence"])
+def test_schedulers(tmp_path, name, kind):
+    """One process without a group. Those that also write betas, keep nested schedulers or the best loss so far."""
+    schedules = torch.optim.lr_scheduler
+    make = {
+        "one cycle": lambda o: schedules.OneCycleLR(o, [0.1, 0.2, 0.3], total_steps=20),
+        "cosine": lambda o: schedules.CosineAnnealingLR(o, 10),
+        "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1),
+        "sequence": lambda o: schedules.SequentialLR(o, [schedules.LinearLR(o), schedules.ExponentialLR(o, 0.5)], [3]),
+    }[kind]
+    runs = [Run(name, "plain", seed=s) for s in (0, 1)]
+    for run in runs:
+        for group in run.engine.optimizer.param_groups:
+            group.pop("initial_lr")
+        run.schedule = make(run.engine.optimizer)
+    step = (lambda run, t: run.schedule.step(1.0)) if kind == "plateau" else (lambda run, t: run.schedule.step())
+    options = lambda run: [{k: v for k, v in g.items() if k != "params"} for g in run.engine.optimizer.param_groups]
+    for t in range(2):
+        runs[0].engine.step()
+        step(runs[0], t)
+    runs[0].engine.save(f"{tmp_path}/run", scheduler=runs[0].schedule)
+    runs[1].engine.load(f"{tmp_path}/run", scheduler=runs[1].schedule)
+    for t in range(2, 6):
+        for run in runs:
+            run.engine.step()
+            step(run, t)
+        assert options(runs[0]) == options(runs[1])
