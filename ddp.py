@@ -1188,7 +1188,7 @@ def deal(held: list[list[Fragment]], spread: bool = True) -> dict[str, list[tupl
 MEETING_S = 60.0  # how long a rank waits for the others to make the same call
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """What is wrong with a checkpoint or a state dict, or kept one from being written; raised on all ranks alike."""
 
 

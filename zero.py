@@ -258,7 +258,7 @@ class Zero:
             if lo < hi or p.numel() == 0:  # a parameter without elements is everybody's
                 lo, hi = (lo, hi) if lo < hi else (start, start)
                 at = slice(lo - own.start, hi - own.start) if lo < hi else slice(0, 0)
-                half = None if master.dtype == dtype else bucket.landing if self.offload else weights[own]
+                half = None if self.offload or master.dtype == dtype else weights[own]
                 whole = (tuple(slice(0, s) for s in p.shape),)
                 f = Fragment(self.names[i], i, tuple(p.shape), whole, lo - start, hi - start, master[at], part=part,
                              half=None if half is None else half[at], exp_avg=moments[0][at], exp_avg_sq=moments[1][at])
@@ -511,9 +511,10 @@ class Zero:
                 self._fill(bucket)
         else:
             self._held_bytes += param.grad.numel() * param.grad.element_size()
-            self._make_room(self.largest_bytes)  # for the next gradient
         while self._reducing and self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
             self._launch(self.buckets[self._launched])
+        if self.stage == 2:
+            self._make_room(self.largest_bytes)  # for the next gradient
 
     _reducing = property(lambda self: self._sync or self.stage == 2, doc="does this backward end in sums over the ranks?")
 
@@ -655,9 +656,9 @@ class Zero:
         """Adam has updated part 0, the bucket that forward reads first, then 1, ...: send its own slice to everybody."""
         bucket = self.buckets[len(self.buckets) - 1 - part]
         with torch.cuda.stream(self._side):
-            if self.offload:  # the slice's new weights come from host memory, where Adam has run
-                source = bucket.master if bucket.master.dtype == bucket.weights.dtype else bucket.landing
-                bucket.weights[bucket.own].copy_(source, non_blocking=True)
+            if self.offload:  # Adam has run in host memory; its gradients are used up, so weights leave from where they landed
+                bucket.landing.copy_(bucket.master)
+                bucket.weights[bucket.own].copy_(bucket.landing, non_blocking=True)
             bucket.gathering = SliceGather(self, bucket.weights, tag=len(self.buckets) + part)
             if self._side and self.world_size == 1:
                 bucket.gathering = Fence(self._side)
@@ -738,7 +739,7 @@ class Zero:
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load rank 0's full state dict (what other ranks pass is ignored) on every rank, masters included; a collective.
-        Adam's moments stay. Raises CheckpointError, a RuntimeError, on all ranks and before anything changes, for missing or
+        Adam's moments stay. Raises CheckpointError, a ValueError, on all ranks and before anything changes, for missing or
         unexpected names and for other shapes."""
         own = self.module.state_dict(keep_vars=True)
 
@@ -863,7 +864,7 @@ class SliceSum:
         for work in self.works:
             work.wait()
         if self.received is not None:
-            for own, *others in zip(*(part.to(self.own.device).split(2**16) for part in (self.own, *self.received))):
+            for own, *others in zip(*(part.to(self.own.device).split(2**14) for part in (self.own, *self.received))):
                 total = own.to(torch.promote_types(own.dtype, torch.float32))  # `own` itself where that is its dtype
                 for other in others:
                     total += other
@@ -1360,7 +1361,7 @@ def deal(held: list[list[Fragment]], spread: bool = True) -> dict[str, list[tupl
 MEETING_S = 60.0  # how long a rank waits for the others to make the same call
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ValueError):
     """What is wrong with a checkpoint or a state dict, or kept one from being written; raised on all ranks alike."""
 
 

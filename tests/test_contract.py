@@ -155,29 +155,42 @@ class LivePeak(TorchDispatchMode):
         return out
 
 
-def held_memory(name):
-    """Eight layers of 200 x 200: 1.3 MB in fp32. The batch is one sample, so that activations do not show."""
+def held_memory(name, precision, micro_batches):
+    """Eight layers of 400 x 400: 5 MB in fp32. The batch is one sample, so that activations do not show."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(8)])
-    numel = 8 * 200 * 200
-    engine = build_engine(name, model, precision="fp32", bucket_mb=0.25, first_bucket_mb=0.25)
-    held = []
+    layer, layers, n = 400 * 400, 8, dist.get_world_size()
+    model = nn.Sequential(*[nn.Linear(400, 400, bias=False) for _ in range(layers)])
+    engine = build_engine(name, model, precision=precision, bucket_mb=1.0, first_bucket_mb=1.0)
     for _ in range(3):
-        buckets = [b.flat for b in engine.buckets]
-        with LivePeak([*model.parameters(), *buckets]) as live:
-            engine.forward_backward(torch.randn(1, 200), loss_fn=lambda out, x: out.square().mean())
-        held.append({kind: sum(by_device.values()) for kind, by_device in engine.memory().items()})
+        known = [t for b in engine.buckets for t in vars(b).values() if isinstance(t, torch.Tensor)]
+        with LivePeak([*model.parameters(), *known]) as live:
+            engine.forward_backward(torch.randn(micro_batches, 400), micro_batches, lambda out, x: out.float().square().mean())
+        held = {kind: sum(by_device.values()) for kind, by_device in engine.memory().items()}
         engine.step()
-    formula = {"ddp": dict(parameters=4 * numel, gradients=4 * numel, optimizer=8 * numel, buffers=0)}[name]
-    for kind, expected in formula.items():
-        assert abs(held[-1][kind] - expected) <= 0.01 * expected, (kind, held[-1][kind], expected)
-    # What backward allocates on top of the buckets: gradients that wait until their bucket is complete.
-    assert 200 * 200 * 4 <= live.peak <= 0.25 * 2**20 + 200 * 200 * 4, live.peak
+    # ddp holds fp32 weights whatever the precision; elsewhere weights that are not fp32 have fp32 masters. Offloaded, masters are
+    # apart in fp32, too, and what lands in host memory is there beside what it is added to.
+    width = 2 if precision == "bf16" and name != "ddp" else 4
+    offload, stage_1, accumulates = "offload" in name, "zero1" in name, micro_batches > 1
+    optimizer = 8 if name == "ddp" else (8 if width == 4 and not offload else 12) / n
+    gradients = 4 if name == "ddp" else width if stage_1 else (4 if accumulates else width) / n
+    if offload and (stage_1 or accumulates):
+        gradients += width / n
+    for kind, expected in dict(parameters=width, gradients=gradients, optimizer=optimizer, buffers=0).items():
+        assert abs(held[kind] - expected * layers * layer) <= 0.01 * expected * layers * layer, (kind, held[kind], expected)
+    # What backward allocates on top. ddp: gradients until their bucket is complete, and the weights as autocast casts them.
+    # Stage 1: the same, and two buckets of what is received. Stage 2: two buckets, ever.
+    bucket = 2**20 // (layer * width) * layer * width
+    cast = 2 * layers * layer if precision == "bf16" else 0
+    bound = bucket + layer * 4 + cast if name == "ddp" else (3 if stage_1 else 2) * bucket
+    small = 2**17 + 400 * 4 * 50  # sums are made in pieces of 64 KiB; activations
+    assert layer * width <= live.peak <= bound + small, (live.peak, bound)
 
 
 @engines
-def test_memory_equals_the_formula(pool, name):
-    pool.run(2, held_memory, name)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_memory_equals_the_formula(pool, name, precision, micro_batches):
+    pool.run(2, held_memory, name, precision, micro_batches)
 
 
 def live_bytes():
@@ -214,17 +227,18 @@ def test_nothing_grows(pool, name):
 # ---- 3. bytes on the wire ------------------------------------------------------------------------------------------------
 
 
-def wire_bytes(name, width, **knobs):
+def wire_bytes(name, width, precision, **knobs):
     """Bytes that this rank sends in the third step of four layers of width x width: on the wire, and as the engine counts."""
     torch.manual_seed(0)
-    engine = build_engine(name, nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), precision="fp32",
+    engine = build_engine(name, nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), precision=precision,
                           **{"bucket_mb": 4.0, **knobs})
     x = torch.randn(2, width)
     for _ in range(3):
         dist.barrier()
         before = sent_bytes()
-        engine.forward_backward(x, loss_fn=lambda out, x: out.square().mean())
+        engine.forward_backward(x, loss_fn=lambda out, x: out.float().square().mean())
         engine.step()
+        engine.named_parameters()  # waits for what `step` has left under way
         dist.barrier()
         sent = sent_bytes() - before
     return sent, sum(engine.traffic.values()), sum(p.numel() for p in engine.module.parameters())
@@ -234,14 +248,31 @@ def mean_over_ranks(results):
     return [sum(values) / len(values) for values in zip(*results, strict=True)]
 
 
+def check_wire_bytes(pool, name, ranks, precision="fp32", width=1300):
+    """6.8e6 parameters: 27 MB in fp32 on 2 ranks. An all-reduce, or a reduce-scatter and a gather, which send as much."""
+    empty, _, _ = mean_over_ranks(pool.run(ranks, wire_bytes, name, 8, precision))
+    sent, counted, numel = mean_over_ranks(pool.run(ranks, wire_bytes, name, width, precision))
+    formula = 2 * (ranks - 1) / ranks * (2 if precision == "bf16" and name != "ddp" else 4) * numel
+    assert abs((sent - empty) / formula - 1) < 0.01, (sent, empty, formula)
+    assert abs(counted / formula - 1) < 0.01, (counted, formula)
+
+
 @engines
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_on_the_wire_equal_the_formula(pool, name, ranks):
-    empty, _, _ = mean_over_ranks(pool.run(ranks, wire_bytes, name, 8))
-    sent, counted, numel = mean_over_ranks(pool.run(ranks, wire_bytes, name, 1300))  # 6.8e6 parameters: 27 MB on 2 ranks
-    formula = {"ddp": 2 * (ranks - 1) / ranks * 4 * numel}[name]
-    assert abs((sent - empty) / formula - 1) < 0.01, (sent, empty, formula)
-    assert abs(counted / formula - 1) < 0.01, (counted, formula)
+    check_wire_bytes(pool, name, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_half_precision_sends_half_the_bytes(pool, name, ranks):
+    check_wire_bytes(pool, name, ranks, "bf16", width=1900)
+
+
+@pytest.mark.sweep
+@engines
+def test_bytes_on_four_ranks(pool, name):
+    check_wire_bytes(pool, name, 4)
 
 
 # ---- 4. micro-batches, order and overlap -----------------------------------------------------------------------------------
@@ -475,8 +506,8 @@ def clip_numbers(name):
         engine.backward(loss)
         engine.step()
         assert engine.grad_norm == 5.0 and not engine.skipped
-        moments = {f.name: f.exp_avg.item() for f in engine.fragments}
-        assert abs(moments["a"] - 0.06) < 1e-7 and abs(moments["b"] - 0.08) < 1e-7, moments
+        state = engine.optimizer.state_dict().get("state")  # on rank 0
+        assert not state or abs(state["a"]["exp_avg"] - 0.06) < 1e-7 and abs(state["b"]["exp_avg"] - 0.08) < 1e-7, state
 
 
 @engines
@@ -525,7 +556,7 @@ def overflow_on_one_rank(name, precision):
         assert engine.scale == scale * (0.5 if bad and precision == "fp16" else 1)
         unchanged = [torch.equal(p, q) for p, q in zip(before, state(), strict=True)]
         assert all(unchanged) if bad else not any(unchanged)
-        assert_same_on_all_ranks(state())
+        assert_same_on_all_ranks([*engine.module.parameters(), engine.optimizer.steps])
         assert schedule.last_epoch == step + 1  # a schedule counts calls, skipped or not
 
 
@@ -722,8 +753,12 @@ def wrong_use(name):
         build_engine(name, build("plain"), precision="fp8")
     with raises(RuntimeError, "fixed"):
         engine.optimizer.add_param_group(dict(params=[]))
-    with raises(ValueError, "compression", "fp7"):
-        build_engine(name, build("plain"), compression="fp7")
+    if name == "ddp":
+        with raises(ValueError, "compression", "fp7"):
+            build_engine(name, build("plain"), compression="fp7")
+    if name.startswith("zero"):
+        with raises(ValueError, "stage", "3"):
+            build_engine(name, build("plain"), stage=3)
     with raises(NotImplementedError, "not in"):
         engine.capture(batch)
     model = build("plain")
@@ -769,8 +804,9 @@ def taken_over(name):
     again()
     engine.forward_backward(batch, loss_fn=loss_fn)
     model.zero_grad()
-    with raises(RuntimeError, ".grad was replaced or removed"):
-        engine.step()
+    if not name.startswith("zero2"):  # where there is no .grad between backward and step, that removes nothing
+        with raises(RuntimeError, ".grad was replaced or removed"):
+            engine.step()
     engine.zero_grad()
     again()
     # a loss of shape (1,), a named tuple, scalars beside tensors
@@ -792,8 +828,9 @@ def taken_over(name):
     assert not half.skipped
     # settings and memory layouts that differ between ranks
     layout = torch.channels_last if dist.get_rank() else torch.contiguous_format
-    with raises(ValueError, "strides"):
-        build_engine(name, nn.Conv2d(2, 2, 3).to(memory_format=layout), precision="fp32")
+    if name == "ddp":  # the others make parameters contiguous
+        with raises(ValueError, "strides"):
+            build_engine(name, nn.Conv2d(2, 2, 3).to(memory_format=layout), precision="fp32")
     with raises(ValueError, "settings"):
         build_engine(name, build("plain"), precision="fp32", max_norm=float(dist.get_rank()))
 
@@ -852,56 +889,72 @@ def test_case_44_state_dict(pool, name):
 
 
 def half_oracle(name, precision, max_norm):
-    """One rank beside plain torch, bit for bit over 10 steps. ddp's half precision is autocast over fp32 weights."""
+    """One rank beside plain torch, bit for bit over 10 steps. ddp's half precision is autocast over fp32 weights; elsewhere the
+    model itself is in half precision, fp32 masters are updated and copied back."""
     dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]
-    model, plain = build("bert", dtype=torch.float32), build("bert", dtype=torch.float32)
+    model, masters, plain = (build("bert", dtype=torch.float32) for _ in range(3))
+    if name == "ddp":
+        plain = masters
+    else:
+        plain.to(dtype)
     engine = build_engine(name, model, two_groups(model), precision=precision, max_norm=max_norm, lr=0.01, initial_scale=2.0**14)
-    optimizer = torch.optim.AdamW(two_groups(plain), lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(two_groups(masters), lr=0.01, fused=True)
     scale = 2.0**14 if precision == "fp16" else 1.0
     for step in range(10):
         batch, _ = global_batch("bert", 6, step)
-        with torch.autocast("cpu", dtype):
-            loss = plain(**batch).loss
+        with torch.autocast("cpu", dtype, enabled=name == "ddp"):
+            loss = plain(**batch).loss.float()
         (loss * scale).backward()
-        grads = [p.grad for p in plain.parameters()]
+        grads = [p.grad.float() for p in plain.parameters()]
         norm = torch.stack(torch._foreach_norm(grads)).double().square().sum().sqrt() / scale
         clip = min(1.0, max_norm / (norm.item() + 1e-6)) if max_norm else 1.0
         if clip / scale != 1.0:
             torch._foreach_mul_(grads, clip / scale)
+        for p, grad in zip(masters.parameters(), grads, strict=True):
+            p.grad = grad
         optimizer.step()
-        optimizer.zero_grad()
+        plain.zero_grad()
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), masters.parameters(), strict=True):
+                p.copy_(q)
         assert torch.equal(engine.forward_backward(batch), loss.detach())
         engine.step()
         close(engine.grad_norm, norm, 1e-14)  # squares summed in float64, in another order
         assert not max_norm or step or norm > max_norm
-        for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        for (_, p), q in zip(engine.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q)
+        for f in engine.fragments:
+            assert torch.equal(f.master.view(-1), masters.get_parameter(f.name).detach().view(-1)[f.start : f.end])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
-def test_half_precision_equals_plain_torch_bit_for_bit(pool, precision, max_norm):
-    pool.run(1, half_oracle, "ddp", precision, max_norm)
+@engines
+def test_half_precision_equals_plain_torch_bit_for_bit(pool, name, precision, max_norm):
+    pool.run(1, half_oracle, name, precision, max_norm)
 
 
 def half_gradients(name, precision):
-    """Each gradient of N ranks in half precision beside one process in fp32: relative error below 2^-6, or below 1.1 times
-    that of one process under autocast, where a gradient that nearly cancels (a query's bias) loses more than that already."""
+    """Each gradient of N ranks in half precision beside one process in fp32: relative error below 2^-6, or below 1.25 times
+    that of one process in the same half precision, where a gradient that nearly cancels (a query's) loses more already."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]
     model, plain, half = (build("bert", dtype=torch.float32) for _ in range(3))
-    engine = build_engine(name, model, precision=precision)
+    engine = build_engine(name, model, precision=precision, initial_scale=2.0**12)
     batch, _ = global_batch("bert", 4 * ranks, 0)
     plain(**batch).loss.backward()
-    with torch.autocast(batch["labels"].device.type, dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]):
-        loss = half(**batch).loss
-    (loss * 2.0**16).backward()
+    if name != "ddp":
+        half.to(dtype)
+    with torch.autocast(batch["labels"].device.type, dtype, enabled=name == "ddp"):
+        loss = half(**batch).loss.float()
+    (loss * 2.0**12).backward()
     engine.forward_backward(rows(batch, 4 * rank, 4 * rank + 4), 2)
     for (n, p), q in zip(plain.named_parameters(), half.parameters(), strict=True):
         if "key.bias" in n:  # softmax does not see it: the true gradient is 0
             continue
         true = p.grad.cpu()
         error = (engine.full_grad(n) - true).norm() / true.norm()
-        bound = 1.1 * (q.grad.cpu() / 2.0**16 - true).norm() / true.norm()
+        bound = 1.25 * (q.grad.cpu().float() / 2.0**12 - true).norm() / true.norm()
         assert error < max(2**-6, bound), (n, error, bound)
 
 
