@@ -1,15 +1,16 @@
 """Step times of our engines beside their peers: same model, same data, in turn in one run; ratios of medians.
 
-    torchrun --standalone --nproc_per_node 2 benchmarks/step.py                    # BERT and ResNet-18, ours beside torch DDP
-    torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --steps 40
+    torchrun --standalone --nproc_per_node 2 benchmarks/step.py                    # BERT and ResNet-18, ours beside the peers
+    torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --engines zero2 deepspeed2
 
 Every engine trains its own copy of the model. In each round every one of them takes `--block` steps, one after the other, so that a
-machine whose speed drifts slows all of them alike. Bytes are those that rank 0's sockets deliver during one step, per
+machine whose speed drifts slows all of them alike. Bytes are those that rank 0's sockets deliver, per step and
 parameter (Linux, CPU ranks). "again" is the peer a second time: how far its ratio is from 1
 says how much of the other ratios is noise. Prints one table and, with --json, appends one line per row to a file.
 """
 import argparse
 import copy
+import importlib.util
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from ddp import DDP, distributed, sent_bytes  # noqa: E402
+from zero import Zero  # noqa: E402
 
 
 def bert(rank, device):
@@ -45,27 +47,40 @@ def resnet18(rank, device):
 WORKS = {"bert": bert, "resnet18": resnet18}
 
 
-def ours(model, loss_fn, precision):
-    engine = DDP(model, lr=1e-4, weight_decay=0.01, precision=precision)
+def ours(engine_class, **knobs):
+    def build(model, loss_fn, precision):
+        engine = engine_class(model, lr=1e-4, weight_decay=0.01, precision=precision, **knobs)
 
-    def step(batch):
-        loss = engine.forward_backward(batch, loss_fn=loss_fn)
-        engine.step()
-        return loss
-    return step
+        def step(batch):
+            loss = engine.forward_backward(batch, loss_fn=loss_fn)
+            engine.step()
+            return loss
+        step.mean = True  # the loss is that of all ranks
+        return step
+    return build
 
 
-def torch_ddp(model, loss_fn, precision):
-    """DistributedDataParallel with gradient_as_bucket_view and torch's fused AdamW: its fastest setting here."""
+def loss_of(model, batch, loss_fn):
+    output = model(batch[0]) if loss_fn else model(**batch)
+    return loss_fn(output, batch) if loss_fn else output.loss
+
+
+def torch_ddp(model, loss_fn, precision, zero=False):
+    """DistributedDataParallel with gradient_as_bucket_view and torch's fused AdamW: its fastest setting here. zero: with
+    ZeroRedundancyOptimizer around AdamW, parameters_as_bucket_view."""
     device = next(model.parameters()).device
     wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    adam = dict(lr=1e-4, weight_decay=0.01, fused=True)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **adam)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **adam)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     def step(batch):
         with torch.autocast(device.type, half, enabled=half is not None):
-            output = wrapped(batch[0]) if loss_fn else wrapped(**batch)
-            loss = loss_fn(output, batch) if loss_fn else output.loss
+            loss = loss_of(wrapped, batch, loss_fn)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,7 +88,38 @@ def torch_ddp(model, loss_fn, precision):
     return step
 
 
-ENGINES = {"torch DDP": torch_ddp, "ddp": ours, "torch DDP again": torch_ddp}
+def deepspeed(stage):
+    """DeepSpeed's ZeRO with torch's fused AdamW, where it is installed."""
+    def build(model, loss_fn, precision):
+        os.environ.setdefault("DS_ACCELERATOR", next(model.parameters()).device.type)
+        import deepspeed
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+                  "bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16"}}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+        def step(batch):
+            if loss_fn:
+                batch = (batch[0].to(half), *batch[1:])
+            loss = loss_of(engine, batch, loss_fn)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+        return step
+    return build
+
+
+ENGINES = {
+    "ddp": ours(DDP), "zero1": ours(Zero, stage=1), "zero2": ours(Zero, stage=2),
+    "torch zero": lambda *args: torch_ddp(*args, zero=True), "deepspeed1": deepspeed(1), "deepspeed2": deepspeed(2),
+}
+
+
+def formula(name, precision, ranks):
+    """Bytes per parameter, rank and step that the ring formulas give: what is summed and, in ZeRO, the weights handed round."""
+    width = 2 if precision != "fp32" and not name.startswith(("ddp", "torch")) else 4
+    return 2 * (ranks - 1) / ranks * width
 
 
 def measure(work, precision, args, device):
@@ -82,7 +128,8 @@ def measure(work, precision, args, device):
     torch.manual_seed(0)
     model, batch, loss_fn = WORKS[work](rank, device)
     numel = sum(p.numel() for p in model.parameters())
-    steps = {name: build(copy.deepcopy(model), loss_fn, precision) for name, build in ENGINES.items()}
+    builders = {"torch DDP": torch_ddp, **{name: ENGINES[name] for name in args.engines}, "torch DDP again": torch_ddp}
+    steps = {name: build(copy.deepcopy(model), loss_fn, precision) for name, build in builders.items()}
 
     def wait():
         if device.type == "cuda":
@@ -94,9 +141,10 @@ def measure(work, precision, args, device):
             step(batch)
         wait()
         before = sent_bytes()
-        step(batch)
+        for _ in range(5):  # of a strategy that gathers while the next step begins, one step sends what the last one left
+            step(batch)
         wait()
-        sent[name] = (sent_bytes() - before) / numel
+        sent[name] = (sent_bytes() - before) / numel / 5
     names = list(steps)
     for k in range(args.steps // args.block):
         for name in names[k % len(names) :] + names[: k % len(names)]:  # nobody always comes first
@@ -109,22 +157,25 @@ def measure(work, precision, args, device):
     median = {name: statistics.median(t) for name, t in times.items()}
     loss = {name: value.double().reshape(1).clone() for name, value in losses.items()}
     for name, value in loss.items():
-        if name != "ddp":  # ours is the mean over all ranks already
+        if not getattr(steps[name], "mean", False):
             dist.all_reduce(value)
             value /= ranks
     return [dict(work=work, precision=precision, ranks=ranks, engine=name, ms=median[name], best_ms=min(times[name]),
-                 ratio=median[name] / median["torch DDP"], bytes_per_param=sent[name], formula=2 * (ranks - 1) / ranks * 4,
-                 loss=loss[name].item()) for name in steps]
+                 ratio=median[name] / median["torch DDP"], bytes_per_param=sent[name],
+                 formula=formula(name, precision, ranks), loss=loss[name].item()) for name in steps]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS), help="models (all)")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="beside torch DDP (all that are installed)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of every engine (fp32)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per engine (30)")
     parser.add_argument("--block", type=int, default=3, help="steps in a row per engine and round (3)")
     parser.add_argument("--json", metavar="FILE", help="append the rows to this file, one JSON object a line (off)")
     args = parser.parse_args()
+    if args.engines is None:
+        args.engines = [name for name in ENGINES if "deepspeed" not in name or importlib.util.find_spec("deepspeed")]
     with distributed() as device:
         rows = [row for work in args.work for row in measure(work, args.precision, args, device)]
         if dist.get_rank() == 0:

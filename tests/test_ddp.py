@@ -177,9 +177,9 @@ def test_compression_error_and_bytes(pool):
 @pytest.mark.parametrize("compression, formula", [("bf16", 2.0), ("fp16", 2.0), ("fp8", 1.0 * (1 + 1 / 64))])
 def test_compressed_bytes_on_the_wire(pool, compression, formula):
     """By the sockets of 2 ranks: (N-1)/N = 1/2 of 4, 2 or 1 bytes, twice; 20 MB and more in fp8."""
-    empty, _, _ = contract.mean_over_ranks(pool.run(2, contract.wire_bytes, "ddp", 8, compression=compression))
+    empty, _, _ = contract.mean_over_ranks(pool.run(2, contract.wire_bytes, "ddp", 8, "fp32", compression=compression))
     width = 1300 if compression != "fp8" else 2300
-    sent, counted, numel = contract.mean_over_ranks(pool.run(2, contract.wire_bytes, "ddp", width, compression=compression))
+    sent, counted, numel = contract.mean_over_ranks(pool.run(2, contract.wire_bytes, "ddp", width, "fp32", compression=compression))
     assert abs((sent - empty) / (formula * numel) - 1) < 0.01, (sent, empty, formula * numel)
     assert abs(counted / (formula * numel) - 1) < 0.01
 

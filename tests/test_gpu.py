@@ -1,7 +1,8 @@
 """The contract on CUDA with NCCL: what test_contract.py compares, with the model on a GPU; one rank, and two where ranks can have
 a GPU each or NCCL (2.30 or newer) lets them share one. Skipped without a GPU. float64 takes torch's fused Adam, fp32 takes
-adam_cuda.cu, whose own tests are in test_adam.py. 150 s on one H200 with three ranks on the card.
+adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2 on one, too.
 """
+import contextlib
 import ctypes
 import warnings
 
@@ -10,7 +11,7 @@ import test_contract as contract
 import test_ddp
 import torch
 import torch.distributed as dist
-from models import Reference, assert_same_on_all_ranks, build, build_engine, global_batch, rows, two_groups
+from models import ENGINES, Reference, assert_same_on_all_ranks, build, build_engine, global_batch, rows, two_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,15 +36,33 @@ def on_cuda(function, *args, **kwargs):
         torch.set_default_device(None)
 
 
-@pytest.fixture(params=rank_counts(), ids=lambda n: f"{n}ranks")
-def run(pool, request):
-    return lambda *args, **kwargs: pool.run(request.param, on_cuda, *args, backend="nccl", limit_s=120, **kwargs)
+def pairs(sharded=tuple(n for n in ENGINES if n != "ddp")):
+    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2 on one, too."""
+    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1)]
+    return found + ([(name, 2) for name in sharded] if 2 in rank_counts() else [])
+
+
+engine_and_ranks = pytest.mark.parametrize("name, ranks", pairs(), ids=lambda v: v if isinstance(v, str) else f"{v}ranks")
+on_two_ranks = pytest.mark.skipif(torch.cuda.is_available() and len(rank_counts()) < 2,
+                                  reason="needs two ranks: two GPUs, or NCCL 2.30 to share one")
+engines = pytest.mark.parametrize("name", ENGINES)
+
+
+@pytest.fixture
+def run(pool):
+    return lambda ranks, *args, **kwargs: pool.run(ranks, on_cuda, *args, backend="nccl", limit_s=120, **kwargs)
 
 
 @pytest.mark.parametrize("kind", contract.KINDS)
-@pytest.mark.parametrize("own_loop", [False, True], ids=["forward_backward", "own_loop"])
-def test_float64_equals_one_process(run, kind, own_loop):
-    run(contract.train_beside_reference, "ddp", kind, own_loop=own_loop)
+@engine_and_ranks
+def test_float64_equals_one_process(run, name, ranks, kind):
+    run(ranks, contract.train_beside_reference, name, kind)
+
+
+@pytest.mark.parametrize("kind", ["awkward", "batchnorm", "bert"])
+@engine_and_ranks
+def test_own_loop_equals_one_process(run, name, ranks, kind):
+    run(ranks, contract.train_beside_reference, name, kind, own_loop=True)
 
 
 def fp32_beside_reference(name, kind):
@@ -63,46 +82,52 @@ def fp32_beside_reference(name, kind):
         for p, q in zip(engine.module.parameters(), reference.model.parameters(), strict=True):
             contract.close(p.detach(), q.detach(), 1e-4)
         assert_same_on_all_ranks(engine.module.parameters())
+        assert name == "ddp" or ranks == 1 or {"reduce_scatter", "all_gather"} <= engine.traffic.keys()
 
 
 @pytest.mark.parametrize("kind", ["plain", "awkward", "tied", "bert", "gpt2"])
-def test_fp32_equals_one_process(run, kind):
-    run(fp32_beside_reference, "ddp", kind)
+@engine_and_ranks
+def test_fp32_equals_one_process(run, name, ranks, kind):
+    run(ranks, fp32_beside_reference, name, kind)
 
 
+@on_two_ranks
+@engines
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_overflow_on_one_rank(pool, precision):
-    if len(rank_counts()) < 2:
-        pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
-    pool.run(2, on_cuda, contract.overflow_on_one_rank, "ddp", precision, backend="nccl", limit_s=120)
+def test_overflow_on_one_rank(run, name, precision):
+    run(2, contract.overflow_on_one_rank, name, precision)
 
 
+@on_two_ranks
+@engines
 @pytest.mark.parametrize("case", ["accumulation_numbers", "varying_micro_batches", "uneven_ranks", "weighted_mean",
                                   "opposite_order", "taken_over"])
-def test_cases_on_two_ranks(pool, case):
-    if len(rank_counts()) < 2:
-        pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
-    pool.run(2, on_cuda, getattr(contract, case), "ddp", backend="nccl", limit_s=120)
+def test_cases_on_two_ranks(run, name, case):
+    run(2, getattr(contract, case), name)
 
 
-def test_several_dtypes(pool):
+@engines
+def test_several_dtypes(run, name):
     """One rank: what bf16 makes of 1/3 three times over is not 1, and two are compared on the CPU."""
-    pool.run(1, on_cuda, contract.several_dtypes, "ddp", backend="nccl", limit_s=120)
+    run(1, contract.several_dtypes, name)
 
 
 @pytest.mark.parametrize("case", ["clip_numbers", "scale_changes_nothing", "tied_and_saved", "grows_not"])
-def test_cases(run, case):
-    run(getattr(contract, case), "ddp")
+@engine_and_ranks
+def test_cases(run, name, ranks, case):
+    run(ranks, getattr(contract, case), name)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_batch_norm(run, precision):
-    run(contract.batch_norm_policy, "ddp", precision)
+@engine_and_ranks
+def test_batch_norm(run, name, ranks, precision):
+    run(ranks, contract.batch_norm_policy, name, precision)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_gradients(run, precision):
-    run(contract.half_gradients, "ddp", precision)
+@engine_and_ranks
+def test_half_precision_gradients(run, name, ranks, precision):
+    run(ranks, contract.half_gradients, name, precision)
 
 
 def no_host_wait(name, precision):
@@ -123,8 +148,109 @@ def no_host_wait(name, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_no_host_wait(run, precision):
-    run(no_host_wait, "ddp", precision)
+@pytest.mark.parametrize("name, ranks", pairs(("zero1", "zero2")), ids=lambda v: v if isinstance(v, str) else f"{v}ranks")
+def test_no_host_wait(run, name, ranks, precision):
+    run(ranks, no_host_wait, name, precision)
+
+
+def late_collectives_and_copies(name, runs=20):
+    """Race conditions: every collective is issued from a stream that has slept first, and so is every copy of an offloaded slice,
+    one in twenty per run, each in turn. Whoever uses a result without waiting for it computes something else. Bit for bit."""
+    count, delayed = 0, range(0)
+
+    def late():
+        nonlocal count
+        count += 1
+        return count % runs in delayed
+
+    def delay(collective):
+        def issue(*args, **kwargs):
+            if not late():
+                return collective(*args, **kwargs)
+            sleeper = torch.cuda.Stream()
+            sleeper.wait_stream(torch.cuda.current_stream())
+            with stream_context(sleeper):
+                torch.cuda._sleep(20_000_000)  # some 10 ms
+                work = collective(*args, **kwargs)
+            if work is None:  # a call that is not asynchronous: the caller's stream goes on after it
+                torch.cuda.current_stream().wait_stream(sleeper)
+            return work
+        return issue
+
+    @contextlib.contextmanager
+    def sleepy_stream(stream):
+        with stream_context(stream):
+            if stream is not None and late():
+                torch.cuda._sleep(20_000_000)
+            yield
+
+    stream_context = torch.cuda.stream
+    originals = {n: getattr(dist, n) for n in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
+
+    def train():
+        nonlocal count
+        count = 0
+        model = build("bert", dtype=torch.float32)
+        engine = build_engine(name, model, two_groups(model), precision="bf16", max_norm=0.5, lr=0.01)
+        for step in range(5):
+            batch, _ = global_batch("bert", 8, step + 10 * dist.get_rank())
+            engine.forward_backward(batch, 1 + step % 2)
+            engine.step()
+        held = [t.detach().clone() for _, t in engine.named_parameters()]
+        return held + [t.clone() for f in engine.fragments for t in (f.master, f.exp_avg, f.exp_avg_sq)]
+
+    expected = train()
+    torch.cuda.stream = sleepy_stream  # zero.py's copies between host and device run inside it
+    for n, collective in originals.items():
+        setattr(dist, n, delay(collective))
+    try:
+        for k in range(runs):
+            delayed = range(k, k + 1)
+            assert all(torch.equal(a, b) for a, b in zip(train(), expected, strict=True)), k
+            assert count >= runs
+        delayed = range(runs)
+        assert all(torch.equal(a, b) for a, b in zip(train(), expected, strict=True)), "all of them late"
+    finally:
+        torch.cuda.stream = stream_context
+        for n, collective in originals.items():
+            setattr(dist, n, collective)
+
+
+@on_two_ranks
+@engines
+def test_late_collectives_and_copies_change_no_bit(run, name):
+    run(2, late_collectives_and_copies, name)
+
+
+def checkpoint_on_gpu(name, directory):
+    """A GPU run saved and resumed on as many ranks: bit for bit."""
+    def engine_of(seed):
+        model = build("bert", seed=seed, dtype=torch.float32)
+        return build_engine(name, model, two_groups(model), precision="bf16", max_norm=0.5, lr=0.01)
+
+    def train(engine, steps):
+        for step in steps:
+            batch, _ = global_batch("bert", 8, step + 10 * dist.get_rank())
+            engine.forward_backward(batch, 2)
+            engine.step()
+
+    first, second = engine_of(0), engine_of(1)
+    train(first, range(3))
+    first.save(directory, note=7)
+    expected = torch.rand(3, device="cuda")
+    train(first, range(3, 6))
+    assert second.load(directory) == {"note": 7}
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
+    train(second, range(3, 6))
+    for (n, p), (_, q) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(p, q), n
+    for f, g in zip(first.fragments, second.fragments, strict=True):
+        assert torch.equal(f.master, g.master) and torch.equal(f.exp_avg_sq, g.exp_avg_sq)
+
+
+@engine_and_ranks
+def test_checkpoint_resumes_bit_for_bit(run, name, ranks, tmp_path):
+    run(ranks, checkpoint_on_gpu, name, str(tmp_path / "checkpoint"))
 
 
 def capture_a_step():
@@ -179,24 +305,23 @@ def capture_a_step():
             assert torch.equal(p, q), k
 
 
-def test_a_step_can_be_captured(pool):
-    pool.run(1, on_cuda, capture_a_step, backend="nccl", limit_s=120)
+def test_a_step_can_be_captured(run):
+    run(1, capture_a_step)
 
 
+@on_two_ranks
 @pytest.mark.parametrize("case", ["compressed_specials", "compressed"])
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "fp8"])
-def test_compression(pool, case, compression):
-    if len(rank_counts()) < 2:
-        pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
-    pool.run(2, on_cuda, getattr(test_ddp, case), compression, backend="nccl", limit_s=120)
+def test_compression(run, case, compression):
+    run(2, getattr(test_ddp, case), compression)
 
 
-def test_sync_batch_norm(run):
-    run(test_ddp.sync_batch_norm, 2)
+@pytest.mark.parametrize("ranks", rank_counts())
+def test_sync_batch_norm(run, ranks):
+    run(ranks, test_ddp.sync_batch_norm, 2)
 
 
+@on_two_ranks
 @pytest.mark.parametrize("case", ["failed_backward", "two_backwards_before_a_step", "buckets_follow_arrival"])
-def test_cases_of_ddp(pool, case):
-    if len(rank_counts()) < 2:
-        pytest.skip("needs two ranks: two GPUs, or NCCL 2.30 to share one")
-    pool.run(2, on_cuda, getattr(test_ddp, case), backend="nccl", limit_s=120)
+def test_cases_of_ddp(run, case):
+    run(2, getattr(test_ddp, case))
