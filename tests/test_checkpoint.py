@@ -3,7 +3,7 @@
 Compared: a resumed run with one that was never interrupted (bitwise on the same ranks; in float64 at 1e-10 on others, and
 with one process); the geometry of fragments with index sets; the files with what the safetensors package reads; what is left
 after a kill before each single file operation with the old and the new checkpoint; Adam's state with torch's AdamW.
-Models have prime sizes, zero elements, scalars and fewer elements than ranks. One to four CPU ranks; about 40 s.
+Models have prime sizes, zero elements, scalars and fewer elements than ranks. One to four CPU ranks; about 60 s for five strategies, the sweep 150.
 """
 import builtins
 import contextlib
@@ -17,8 +17,6 @@ import os
 import random as python_random
 import shutil
 import signal
-import subprocess
-import sys
 import types
 from datetime import timedelta
 
@@ -32,11 +30,12 @@ from torch import nn
 
 SAMPLES = 12  # of the global batch, whatever the number of ranks
 engines = pytest.mark.parametrize("name", ENGINES)
-# What concerns the shared blocks alone is asked once per strategy file.
-files = pytest.mark.parametrize("name", [*{module: name for name, (module, *_) in reversed(ENGINES.items())}.values()][::-1])
-FIRST = next(iter(ENGINES))
+FILES = [*{module: name for name, (module, *_) in reversed(ENGINES.items())}.values()][::-1]  # the first engine of each
+files = pytest.mark.parametrize("name", FILES)
+# Blocks that are the same in all files to the letter (test_copies.py) are tried in the first; in all of them in the sweep.
+blocks = pytest.mark.parametrize("name", [FILES[0], *[pytest.param(name, marks=pytest.mark.sweep) for name in FILES[1:]]])
 pairs = pytest.mark.parametrize("first, then", [  # from and to the first strategy; all others in the sweep
-    pytest.param(first, then, marks=[] if FIRST in (first, then) else pytest.mark.sweep)
+    pytest.param(first, then, marks=[] if FILES[0] in (first, then) else pytest.mark.sweep)
     for first, then in itertools.product(ENGINES, ENGINES) if first != then or len(ENGINES) == 1])
 
 
@@ -156,8 +155,10 @@ def resumed_bitwise(name, kind, directory, saved_after=2, steps=4, **options):
 
 
 @engines
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["plain", "awkward", "tied", "batchnorm", "bert", "noisy"])
+@pytest.mark.parametrize("kind, ranks", [
+    ("awkward", 3), ("batchnorm", 2), ("bert", 2), ("noisy", 2), ("tied", 3),
+    *[pytest.param(kind, ranks, marks=pytest.mark.sweep) for kind, ranks in [
+        ("plain", 2), ("plain", 3), ("awkward", 2), ("tied", 2), ("batchnorm", 3), ("bert", 3), ("noisy", 3), ("gpt2", 4)]]])
 def test_resumed_on_as_many_ranks_bit_for_bit(pool, tmp_path, name, kind, ranks):
     """Case 42: weights, buffers, moments, learning rates, losses, each rank's random numbers."""
     pool.run(ranks, resumed_bitwise, name, kind, f"{tmp_path}/run")
@@ -166,6 +167,7 @@ def test_resumed_on_as_many_ranks_bit_for_bit(pool, tmp_path, name, kind, ranks)
 @engines
 def test_resumed_before_the_first_step(pool, tmp_path, name):
     """Orders that an engine learns in its first step are learnt by the resumed one too."""
+    # Fails for ddp: a checkpoint from before the first step fixes the first guess of the buckets' order for good.
     pool.run(3, resumed_bitwise, name, "awkward", f"{tmp_path}/run", saved_after=0)
 
 
@@ -175,6 +177,28 @@ def test_resumed_loss_scale(pool, tmp_path, name):
     result = pool.run(2, resumed_bitwise, name, "plain", f"{tmp_path}/run", dtype=torch.float32, spoiled=[0],
                       precision="fp16", initial_scale=64.0, growth_interval=2)
     assert result == [(64.0, 1)] * 2
+
+
+def other_precision(name, directory):
+    half = dict(dtype=torch.float32, precision="fp16", initial_scale=64.0, growth_interval=3)
+    full = Run(name, "plain", dtype=torch.float32)
+    full.train(range(2))
+    full.engine.save(f"{directory}/full")
+    run = Run(name, "plain", seed=5, **half)
+    run.train(range(2))
+    run.engine.save(f"{directory}/half")
+    run.engine.load(f"{directory}/full")
+    run.train([2])  # the third finite step in a row
+    assert (run.engine.scale, run.engine.skipped_steps) == (128.0, 0)
+    full.engine.load(f"{directory}/half")
+    full.train([2])
+    assert full.engine.scale == 1.0
+
+
+@engines
+def test_resumed_in_another_precision(pool, tmp_path, name):
+    """fp16 on one side only: the loss scale, and the count towards its next doubling, stay what they are."""
+    pool.run(2, other_precision, name, str(tmp_path))
 
 
 # ---- 2. and 3. on another number of ranks, under another strategy --------------------------------------------------------
@@ -230,7 +254,7 @@ def resume_beside_one_process(name, kind, directory):
 
 @engines
 @pytest.mark.parametrize("kind, saved, resumed", [
-    ("awkward", 2, (1, 3)), ("awkward", 4, (3,)), ("tied", 2, (3,)), ("gpt2", 2, (3,)),
+    ("awkward", 2, (1, 3)), ("awkward", 4, (3,)), ("gpt2", 2, (3,)),
     *[pytest.param(kind, *ranks, marks=pytest.mark.sweep) for kind in ("awkward", "tied", "gpt2", "bert-mlm", "plain")
       for ranks in [(1, (2, 4)), (2, (1, 3, 4)), (3, (1, 2, 4)), (4, (1, 2, 3))]]])
 def test_resumed_on_other_ranks(pool, tmp_path, name, kind, saved, resumed):
@@ -283,7 +307,7 @@ def spread_out(stretches, numel):
     return places
 
 
-@files
+@blocks
 def test_stretches_are_those_of_indexing(name):
     rng = python_random.Random(0)
     for _ in range(300):
@@ -295,7 +319,7 @@ def test_stretches_are_those_of_indexing(name):
                 assert spread_out(found, end - start) == indices(shape, boxes, dim, start, end), (shape, boxes, start, end)
 
 
-@files
+@blocks
 def test_stretches_are_few(name):
     """One for a whole parameter and for rows of it, one per row for columns, three for a fused QKV joined along dim 0."""
     stretches, everything = file_of(name).stretches, slice(0, 1000)
@@ -305,7 +329,7 @@ def test_stretches_are_few(name):
     assert len(stretches((3000, 1000), tuple((slice(a, a + 500), everything) for a in (0, 1000, 2000)), 0, 1_500_000)) == 3
 
 
-@files
+@blocks
 def test_overlaps_are_those_of_index_sets(name):
     rng, module = python_random.Random(1), file_of(name)
     for _ in range(150):
@@ -324,7 +348,7 @@ def test_overlaps_are_those_of_index_sets(name):
                 assert sorted(pairs_found) == expected, (shape, some)
 
 
-@files
+@blocks
 @pytest.mark.parametrize("spread", [True, False])
 def test_deal_covers_every_element_once(name, spread):
     """Ranges that several ranks hold, that ranks share out, that overlap in part; a buffer comes from its first holder."""
@@ -363,7 +387,7 @@ def test_deal_covers_every_element_once(name, spread):
             assert rank == holders[0] or spread and expected[key][0][1] != "buffer"
 
 
-@files
+@blocks
 def test_deal_spreads_what_is_replicated(name):
     module = file_of(name)
     fragment = module.Fragment("p", 0, (10,), ((slice(0, 10),),), 0, 10, torch.empty(0))
@@ -484,7 +508,7 @@ def load_by_hand(name, directory):
 
 
 @engines
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.sweep)])
 def test_tensor_parallel_fragments_to_an_engine_and_back(pool, tmp_path, name, ranks):
     pool.run(4, save_by_hand, name, f"{tmp_path}/by-hand")
     pool.run(ranks, load_what_was_made_by_hand, name, f"{tmp_path}/by-hand", f"{tmp_path}/engine")
@@ -594,7 +618,7 @@ def old_and_new(name, tmp_path):
     return f"{tmp_path}/0", runs[1].engine, old, new
 
 
-@files
+@blocks
 @pytest.mark.parametrize("overwrites", [True, False])
 def test_killed_at_every_file_operation(tmp_path, name, overwrites):
     """Case 43. In a child process, before its n-th operation, n = 1, 2, ... until a save runs through."""
@@ -622,7 +646,7 @@ def test_killed_at_every_file_operation(tmp_path, name, overwrites):
     assert seen == {0, 1} if overwrites else {None, 1}
 
 
-@files
+@blocks
 def test_killed_between_the_renames_and_again(tmp_path, name):
     """The next save starts where `run` is absent, `run.old` and `run.tmp` are complete; it too is killed at every operation."""
     base, engine, old, new = old_and_new(name, tmp_path)
@@ -654,7 +678,7 @@ def save_with_two(name, directory, seed):
     run.engine.save(directory, epoch=seed)
 
 
-@files
+@blocks
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.sweep)])
 def test_one_of_two_ranks_killed(pool, tmp_path, name, victim, stride):
@@ -742,6 +766,7 @@ DAMAGE = {  # what is done to a file; words of the message
     "meta.json no JSON": ("meta.json", lambda path: edit(path, lambda data: data[:-20]), ["damaged"]),
     "meta.json no text": ("meta.json", lambda path: edit(path, lambda data: b"\xff" + data), ["damaged"]),
     "meta.json another number": ("meta.json", lambda path: edit(path, replaced(b'"lr": 0.0', b'"lr": 0.1')), ["damaged"]),
+    # The next two and the last two fail: the message does not name the file.
     "meta.json no pair": ("meta.json", lambda path: edit(path, lambda data: b"5"), ["damaged"]),
     "meta.json pair of others": ("meta.json", lambda path: edit(path, lambda data: b"[1, 2]"), []),
     "newer format": ("meta.json", lambda path: edit(path, replaced(b'"format": 1', b'"format": 2')), ["format 2", "format 1"]),
@@ -758,7 +783,7 @@ def load_refused(name, kind, directory, words, misfit=None):
         run.engine.load(directory, scheduler=run.schedule)
 
 
-@files
+@blocks
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged(pool, tmp_path, saved, name, damage):
     """Case 44. The message names the file; both ranks raise; nothing has changed."""
@@ -804,6 +829,7 @@ MISFITS = {  # change of the model, its param groups, words of the message
     "extra buffer": (lambda model: model.register_buffer("more", numbers(4).data), two_groups, ["more is missing"]),
     "frozen": (freeze("twice.weight", False), two_groups, ["twice.weight", "group 0 instead of None"]),
     "trained": (freeze("frozen.weight", True), two_groups, ["frozen.weight", "group None instead of 0"]),
+    # Fails: ten parameters that are in another group are named first, and the number of groups not at all.
     "number of groups": (None, lambda model: two_groups(model)[::2], ["3 param groups instead of 2"]),
     "another group": (None, another_group, ["turned", "group 0 instead of 1"]),
     "labels": (add("classifier", lambda: nn.Linear(20, 3).double()), two_groups,
@@ -811,7 +837,7 @@ MISFITS = {  # change of the model, its param groups, words of the message
 }
 
 
-@files
+@blocks
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_other_model(pool, saved, name, misfit):
     """Case 44. Names and numbers of both sides are in the message."""
@@ -823,6 +849,7 @@ def other_objects(name, directory):
     run = Run(name, "awkward", seed=5)
     with refused(name, run, "sampler", "epoch, scheduler"):
         run.engine.load(directory, scheduler=run.schedule, sampler=run.schedule)
+    # Fails: everything is loaded before the schedule raises AttributeError.
     with refused(name, run, "epoch"):  # a number has no state to take over
         run.engine.load(directory, epoch=run.schedule)
     extra = run.engine.load(directory)  # what nobody asked for is returned as it was saved
@@ -866,6 +893,7 @@ def save_refused(name, run, directory, *words, leftovers=()):
 
 def unsaveable(name, directory):
     run = Run(name, "awkward", seed=5)
+    # Fails: the message does not say which extra it is, and suggests a setting of torch.load.
     for thing in (Custom(), lambda: 0, Custom):
         with save_refused(name, run, directory, "odd_extra"):
             run.engine.save(directory, epoch=1, odd_extra=thing)
@@ -876,7 +904,7 @@ def unsaveable(name, directory):
     assert_same(thing, {"a": [1, 2.5, "b", None, True], "b": torch.ones(3), "c": (1, 2)})
 
 
-@files
+@blocks
 def test_extra_that_cannot_be_saved(pool, tmp_path, saved, name):
     """Refused when saving: `load` would refuse it, as it runs no code from a file."""
     pool.run(2, unsaveable, name, shutil.copytree(saved(name), f"{tmp_path}/run"), limit_s=20)
@@ -888,7 +916,7 @@ def odd_dtype(name, directory):
         run.engine.save(directory)
 
 
-@files
+@blocks
 def test_dtype_that_the_format_does_not_know(pool, tmp_path, name):
     pool.run(2, odd_dtype, name, f"{tmp_path}/run", limit_s=20)
 
@@ -899,12 +927,13 @@ def in_the_way(name, directory, words):
         run.engine.save(directory)
 
 
-@files
+@blocks
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("foreign", ["run", "run.old", "run.tmp"])
 @pytest.mark.parametrize("what", ["file inside", "folder inside", "file instead"])
 def test_foreign_files_are_left_alone(pool, tmp_path, saved, name, foreign, what, exists):
     """Whether there is a checkpoint already, or not; nothing of the user's is removed or renamed."""
+    # Fails where `run` is absent: a user's own run.old is renamed to run before it is looked into.
     if exists and foreign != "run":
         shutil.copytree(saved(name), f"{tmp_path}/run")
     if what == "file instead":
@@ -921,7 +950,7 @@ def test_foreign_files_are_left_alone(pool, tmp_path, saved, name, foreign, what
 @contextlib.contextmanager
 def impatient(name):
     module = file_of(name)
-    before, module.MEETING_S = module.MEETING_S, 0.5
+    before, module.MEETING_S = module.MEETING_S, 0.25
     try:
         yield
     finally:
@@ -935,7 +964,7 @@ def alone(name, directory):
             others = str([r for r in range(run.ranks) if r != one])
             for call in (run.engine.save, run.engine.load):
                 if run.rank == one:
-                    with refused(name, run, call.__name__, others, "0.5 s"):
+                    with refused(name, run, call.__name__, others, "0.25 s"):
                         call(directory)
                 dist.barrier()
         # one saves while the others load: neither finds the others
@@ -948,9 +977,9 @@ def alone(name, directory):
     assert_same(state, state_of(other.engine))
 
 
-@files
+@blocks
 def test_case_38_one_rank_alone(pool, tmp_path, name):
-    """It waits for the others, 0.5 s here, then names them; afterwards all are in step again."""
+    """It waits for the others, 0.25 s here, then names them; afterwards all are in step again."""
     pool.run(3, alone, name, f"{tmp_path}/run", limit_s=40)
 
 
@@ -984,7 +1013,7 @@ def disk_full(name, directory):
     assert os.listdir(os.path.dirname(directory)) == ["run"]
 
 
-@files
+@blocks
 def test_disk_full_on_one_rank(pool, tmp_path, saved, name):
     """Every rank says which one could not write, and why; the previous checkpoint stays."""
     pool.run(2, disk_full, name, shutil.copytree(saved(name), f"{tmp_path}/run"), limit_s=40)
@@ -997,13 +1026,13 @@ def different_folders(name, directory):
     run.engine.save(f"{os.path.dirname(directory)}/./run/")  # one folder, spelt in another way
 
 
-@files
+@blocks
 def test_different_folders(pool, tmp_path, name):
     pool.run(2, different_folders, name, f"{tmp_path}/run", limit_s=20)
     assert os.listdir(tmp_path) == ["run"]
 
 
-@files
+@blocks
 def test_fewer_ranks_overwrite_more(pool, tmp_path, name):
     """No file of the larger checkpoint stays."""
     for ranks in (3, 1, 2):
@@ -1040,42 +1069,43 @@ def live_peaks(name, directory):
 
 
 @engines
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.sweep)])
 def test_new_storages_are_no_larger_than_one_parameter(pool, tmp_path, name, ranks):
     pool.run(ranks, live_peaks, name, f"{tmp_path}/run")
 
 
-def resident_peak(name, directory):
-    """Prints by how many bytes the resident memory of this process rises above where it stands, in save and in load, and what
-    the checkpoint holds: 24 parameters of 4 MB, with moments 302 MB."""
-    def resident(kind):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(kind))
+def resident(kind):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(kind))
 
+
+def resident_peaks(name, directory):
+    """Into `directory`/peaks: by how many bytes the resident memory of this process rises in save and in load."""
     engine = build_engine(name, Blocks(9, 2**21), precision="fp32")
     engine.forward_backward(torch.ones(1))
     engine.step()
-    engine.save(f"{directory}/warm")  # what is imported and allocated once
-    for call in (engine.save, engine.load):
+    engine.save(f"{directory}/run")
+    engine.load(f"{directory}/run")  # what is loaded and allocated once
+    peaks = []
+    for call in (file_of(name).save_checkpoint, file_of(name).load_checkpoint):
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak starts from what is resident now
         before = resident("VmRSS")
-        call(f"{directory}/run")
-        print(resident("VmHWM") - before)
-    print(os.path.getsize(f"{directory}/run/rank_00000.safetensors"))
+        call(engine, f"{directory}/run", {})
+        peaks.append(resident("VmHWM") - before)
+    with open(f"{directory}/peaks", "w") as file:
+        json.dump(peaks, file)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux: the peak of resident memory, reset")
 @files
 def test_resident_memory(tmp_path, name):
     """In a process of its own: saving and loading 226 MB in parameters of 8 MB takes no more than one of them and 4 MB."""
-    code = f"import test_checkpoint; test_checkpoint.resident_peak({name!r}, {str(tmp_path)!r})"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
-    assert out.returncode == 0, out.stderr
-    saving, loading, file_bytes = map(int, out.stdout.split())
-    assert file_bytes > 200e6
-    assert saving <= 2**23 + 2**22 and loading <= 2**23 + 2**22, (saving, loading)
+    assert exit_codes([fork(resident_peaks, name, tmp_path)]) == [0]
+    assert os.path.getsize(tmp_path / "run" / "rank_00000.safetensors") > 200e6
+    peaks = json.loads((tmp_path / "peaks").read_text())
+    assert max(peaks) <= 2**23 + 2**22, peaks
+    shutil.rmtree(tmp_path / "run")
 
 
 # ---- 9. the files -------------------------------------------------------------------------------------------------------------
@@ -1196,7 +1226,7 @@ def torch_to_adam(name, kind):
 
 
 @engines
-@pytest.mark.parametrize("kind", ["awkward", "gpt2"])
+@pytest.mark.parametrize("kind", ["awkward", pytest.param("gpt2", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("way", [adam_to_torch, torch_to_adam])
 def test_adam_state_to_and_from_torch(pool, name, kind, way):
     """Numbered, it continues in torch.optim.AdamW; torch's own, of named parameters, continues in the engine."""
@@ -1294,10 +1324,9 @@ def test_case_31_batchnorm_on_other_ranks(pool, tmp_path, name):
     with open(f"{tmp_path}/run/meta.json") as file:
         names = json.load(file)[0]["parameters"].keys()
     assert names == build("batchnorm").state_dict().keys()
-    for ranks in (1, 2, 3):
-        for change in (None, scratch):
-            for output in pool.run(ranks, load_batchnorm, name, f"{tmp_path}/run", change):
-                assert_same(output, expected[0])
+    for ranks, change in ((1, None), (3, scratch)):
+        for output in pool.run(ranks, load_batchnorm, name, f"{tmp_path}/run", change):
+            assert_same(output, expected[0])
 
 
 def load_frozen(name, directory):
@@ -1330,8 +1359,7 @@ def load_between_backward_and_step(name, directory):
     expected, run = Run(name, "awkward", seed=5), Run(name, "awkward", seed=6)
     expected.engine.load(directory, scheduler=expected.schedule)
     run.train(range(2))
-    batch, loss_fn = global_batch("awkward", 4, 50)
-    run.engine.forward_backward(batch, 1, loss_fn)
+    run.engine.backward(run.engine.module.unused(torch.ones(2, 5, dtype=torch.float64)).sum())  # else it never has a gradient
     run.engine.load(directory, scheduler=run.schedule)
     assert_same(expected.train(range(1, 3)), run.train(range(1, 3)))
     assert_same(state_of(expected.engine), state_of(run.engine))
@@ -1343,7 +1371,7 @@ def test_load_discards_gradients(pool, saved, name):
     pool.run(2, load_between_backward_and_step, name, saved(name))
 
 
-@files
+@blocks
 @pytest.mark.parametrize("kind", ["one cycle", "cosine", "plateau", "sequence"])
 def test_schedulers(tmp_path, name, kind):
     """One process without a group. Those that also write betas, keep nested schedulers or the best loss so far."""
