@@ -2,7 +2,7 @@
 
     python train_cifar.py                                                       # one process, mode ddp, 80 epochs
     torchrun --standalone --nproc_per_node 2 train_cifar.py --data builtin --epochs 2 -i 0    # two ranks; CPUs will do
-    torchrun --standalone --nproc_per_node 8 train_cifar.py -p ddp_fp16 --stem cifar --target_acc 0.93
+    torchrun --standalone --nproc_per_node 8 train_cifar.py -p ddp_fp16 --stem cifar          # a GPU each
     python train_cifar.py -r 40                                                 # go on after epoch 40
     python train_cifar.py --eval -e 80                                          # only evaluate model_80.pth
 
@@ -107,8 +107,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    help="write a checkpoint, and evaluate, after so many epochs and after the last; 180 MB each for the ResNet; "
                    "default 5, off 0")
     p.add_argument("-r", "--resume", type=int, metavar="EPOCH", help="go on after this epoch's checkpoint; default off")
-    p.add_argument("--eval", action="store_true", help="only evaluate model_EPOCH.pth of -e; after a run in half precision, "
-                   "repeat its -p or --precision for the very same numbers")
+    p.add_argument("--eval", action="store_true",
+                   help="only evaluate model_EPOCH.pth of -e, as a plain model; after a run in half precision repeat its "
+                   "--precision: the numbers are then those of the run for ddp, and within rounding for other modes")
     p.add_argument("-e", "--epoch", type=int, help=f"of --eval; default {EPOCHS}")
     p.add_argument("--target_acc", type=float, help="exit with status 1 if accuracy, 0 to 1, ends below this; default off")
     strategy_options(p, "weights, order, flips and crops")
@@ -304,9 +305,9 @@ def builtin_images(n: int, seed: int) -> tuple[Tensor, Tensor]:
     # epochs are not enough for a ResNet-18 to see edges.
     lighter = abs(rng.normal(size=(n, 3)))
     lighter *= rng.uniform(80, 160, (n, 1)) / np.linalg.norm(lighter, axis=1, keepdims=True)
-    background = rng.uniform(20, 120, (n, 3)).astype(np.float32)
+    background, lighter = rng.uniform(20, 120, (n, 3)).astype(np.float32), lighter.astype(np.float32)
     images = 16 * rng.standard_normal((n, 3, SIDE, SIDE), dtype=np.float32)  # noise
-    images += background[..., None, None] + inside[:, None] * lighter.astype(np.float32)[..., None, None]
+    images += background[..., None, None] + inside[:, None] * lighter[..., None, None]
     return torch.from_numpy(images.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels)
 
 
@@ -374,7 +375,7 @@ def logits_in(output) -> Tensor:
 
 
 def loss_fn(output, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(logits_in(output), batch[1])
+    return F.cross_entropy(logits_in(output).float(), batch[1])  # in fp32, also where a strategy's model is in half precision
 
 
 # ---- 6. evaluation -------------------------------------------------------------------------------------------------
@@ -396,6 +397,14 @@ def evaluate(model, split: tuple[Tensor, Tensor], data_rank: int, data_ranks: in
 
 
 # ---- 7. checkpoints ------------------------------------------------------------------------------------------------
+
+
+def make_folder(folder: Path) -> None:
+    """Before the first epoch and not after the fifth: a place where nothing can be written is a bad argument."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Stop(f"-c {folder}: {error}") from error
 
 
 def write_file(file: Path, content) -> None:
@@ -515,8 +524,8 @@ def train(args, engine_class, knobs: dict, model, data, settings: dict, data_ran
                    f"more than the {examples} training images")
     if args.resume:
         on_all_ranks(lambda: check_settings(args, settings), node_first=False)
-    if args.interval:  # a folder that cannot be written to is found out now and not after five epochs
-        on_all_ranks(lambda: args.checkpoint.mkdir(parents=True, exist_ok=True), node_first=False)
+    if args.interval:
+        on_all_ranks(lambda: make_folder(args.checkpoint), node_first=False)
     if args.sync_bn:
         from ddp import sync_batchnorm
         model = sync_batchnorm(model)

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ import torch
 from PIL import Image
 
 import train_cifar as cifar
+import train_glue as glue
 
 ROOT = Path(cifar.__file__).resolve().parent
 
@@ -389,7 +391,7 @@ def test_refused_checkpoint_folders(capsys, tmp_path, folder):
     message = _refused(capsys, *argv, "-c", tmp_path, "--eval")
     assert f"--eval: there is no {tmp_path / 'model_80.pth'}; {tmp_path} has none" in message
     (tmp_path / "file").touch()  # found out before the first epoch
-    assert "FileExistsError" in _refused(capsys, *argv, "-c", tmp_path / "file", status=1)
+    assert f"-c {tmp_path / 'file'}: [Errno 17] File exists" in _refused(capsys, *argv, "-c", tmp_path / "file")
 
 
 # ---- model -------------------------------------------------------------------------------------------------------------
@@ -588,16 +590,40 @@ def test_files_are_old_or_new_and_never_half(tmp_path, monkeypatch):  # CASES 43
 # ---- runs on several ranks -------------------------------------------------------------------------------------------
 
 
-def _run(*argv):
+def _run(*argv, losses=None):
     """What the run prints on this rank, and what it stops with."""
-    import ddp
+    args = cifar.parse([*map(str, argv)])
+    _, engine_class, knobs = glue.load_engine(args)
     out = io.StringIO()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-            cifar.run(cifar.parse([*map(str, argv)]), ddp.DDP, {}, torch.device("cpu"))
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), \
+                mock.patch.object(cifar, "build_engine", recorded(losses) if losses else cifar.build_engine):
+            cifar.run(args, engine_class, knobs, torch.device("cpu"))
     except cifar.Stop as stop:
         return out.getvalue(), (str(stop), stop.status)
     return out.getvalue(), None
+
+
+def recorded(losses, kill_at=0):
+    """build_engine for engines that write each step's loss to the file LOSSES.RANK; rank 1 is killed in step `kill_at`."""
+    steps, build_engine = [], cifar.build_engine
+
+    def build(*args, **kwargs):
+        engine = build_engine(*args, **kwargs)
+        forward_backward = engine.forward_backward
+
+        def record(*args, **kwargs):
+            loss = forward_backward(*args, **kwargs)
+            steps.append(loss.item().hex())
+            Path(f"{losses}.{engine.rank}").write_text(" ".join(steps))
+            if engine.rank == 1 and len(steps) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+        engine.forward_backward = record
+        return engine
+
+    return build
 
 
 def test_odd_numbers_of_images_and_one_decision(pool, tmp_path, finished, folder):
@@ -638,41 +664,30 @@ def test_eval_equals_the_run_on_two_ranks(pool, folder, tmp_path, options):
 
 
 DRIVER = """
-import os, signal, sys
-import ddp, train_cifar
-log, kill_at, *argv = sys.argv[1:]
-steps, forward_backward = [], ddp.DDP.forward_backward
-
-def recorded(self, *args, **kwargs):
-    loss = forward_backward(self, *args, **kwargs)
-    steps.append(loss.item().hex())
-    with open(f"{log}.{self.rank}", "w") as file:
-        file.write(" ".join(steps))
-    if self.rank == 1 and len(steps) == int(kill_at):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss
-
-ddp.DDP.forward_backward = recorded
+import sys
+import test_cifar, train_cifar
+losses, kill_at, *argv = sys.argv[1:]
+train_cifar.build_engine = test_cifar.recorded(losses, int(kill_at))
 train_cifar.main(argv)
 """
 
 
 def _torchrun(script, *argv, limit_s=100):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     return subprocess.run([*command, *map(str, argv)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
 
 
 @pytest.mark.parametrize("options", ["", *(pytest.param(options, marks=pytest.mark.sweep) for options in (
-    "--model vit -p ddp_fp16 --engine growth_interval=3", "--stem cifar --sync_bn --micro_batches 2"))])
-def test_killed_and_resumed_equals_straight(folder, tmp_path, options):
-    """CASES 42: 4 epochs of 3 steps on two ranks; or rank 1 is killed in the last step but one, and the run goes on after the
-    second epoch. Every loss, the weights, the moments and running statistics: bit for bit."""
+    "--model vit -p ddp_fp16 --engine growth_interval=3", "--stem cifar --sync_bn --micro_batches 2", "-p zero2"))])
+def test_killed_and_resumed_equals_straight(pool, folder, tmp_path, options):
+    """CASES 42: 4 epochs of 3 steps on two ranks; or, under torchrun, rank 1 is killed in the last step but one, and the run
+    goes on after the second epoch. Every loss, the weights, the moments and running statistics: bit for bit."""
     (tmp_path / "driver.py").write_text(DRIVER)
     go = functools.partial(_torchrun, tmp_path / "driver.py")
     argv = ("--data", folder, "--epochs", 4, "-i", 2, "--batch_size", 4, *options.split())
-    done = go(tmp_path / "straight", 0, *argv, "-c", tmp_path / "a")
-    assert done.returncode == 0, done.stdout + done.stderr
+    (text, stop), _ = pool.run(2, _run, *argv, "-c", tmp_path / "a", losses=tmp_path / "straight", limit_s=100)
+    assert stop is None
     killed = go(tmp_path / "killed", 11, *argv, "-c", tmp_path / "b")
     assert killed.returncode != 0 and "Signal 9 (SIGKILL)" in killed.stderr
     assert sorted(f.name for f in (tmp_path / "b").iterdir()) == ["lr_scheduler_2.pth", "model_2.pth", "optimizer_2"]
@@ -687,7 +702,7 @@ def test_killed_and_resumed_equals_straight(folder, tmp_path, options):
     sums = [[hashlib.sha256((tmp_path / run / "optimizer_4" / f"rank_0000{rank}.safetensors").read_bytes()).digest()
              for rank in (0, 1)] for run in "ab"]
     assert sums[0] == sums[1]
-    results = [{k: v for k, v in _result(run.stdout).items() if k != "samples_per_second"} for run in (done, resumed)]
+    results = [{k: v for k, v in _result(out).items() if k != "samples_per_second"} for out in (text, resumed.stdout)]
     assert results[0] == results[1]
 
 
