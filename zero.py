@@ -175,13 +175,21 @@ class Zero:
         self._in_flight: list[Bucket] = []
         self._in_flight_bytes = self._held_bytes = 0  # of what is being sent; of gradients that wait for their bucket
         self._reduced = False  # the shards hold sums over the ranks
-        self._read: set[int] = set()  # parameters that were read by name since the last forward began
+        self._read: set[int] = set()  # parameters that the last forward read by name
+        self._in_forward = False
+        self._compiled = False  # has torch.compile looked at the weights? Its code reads them without asking
+        # What a module also keeps in a list or dict of its own, as torch's LSTM does, is never counted as read by name.
+        self._listed = {self._index[p] for m in model.modules() for kept in vars(m).values() if kept is not vars(m)["_parameters"]
+                        for p in (kept.values() if isinstance(kept, dict) else kept if isinstance(kept, (list, tuple)) else ())
+                        if isinstance(p, nn.Parameter) and p in self._index}
         hooks = [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
                  for i, p in enumerate(self.params)]
-        hooks.append(model.register_forward_pre_hook(lambda *_: self._wait_for_hidden_reads()))
-        for module in model.modules():
-            module._parameters = WaitingDict(module._parameters, self)
-        ENGINES[model] = [*(hook.remove for hook in hooks), *undo_casts, *(m._parameters.retire for m in model.modules())]
+        hooks += [model.register_forward_pre_hook(lambda *_: self._begin_forward()),
+                  model.register_forward_hook(lambda *_: self._end_forward(), always_call=True)]
+        asking = [WaitingDict(vars(module)["_parameters"], self) for module in model.modules()]
+        for module, parameters in zip(model.modules(), asking):
+            vars(module)["_parameters"] = parameters
+        ENGINES[model] = [*(hook.remove for hook in hooks), *undo_casts, *(parameters.retire for parameters in asking)]
         self.zero_grad()  # gradients from before belong to nobody
         self._sent = {}  # what construction sent is no step's
 
@@ -334,7 +342,6 @@ class Zero:
     # ---- 1. forward: a weight is waited for when it is read ----------------------------------------------------------
 
     def __call__(self, *args, **kwargs):
-        self._wait_for_hidden_reads()
         return self._model(*self._cast_inputs(args), **self._cast_inputs(kwargs))
 
     def _cast_inputs(self, x):
@@ -351,24 +358,32 @@ class Zero:
 
     def _about_to_read(self, param: nn.Parameter) -> None:
         """A module's parameter was looked up by name (class WaitingDict)."""
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():  # torch.compile itself looks, and is not just following this code
+                self._compiled = True
+                self.wait_for_weights()
+            return
         index = self._index.get(param)
         if index is not None:
-            self._read.add(index)
+            if self._in_forward and index not in self._listed:
+                self._read.add(index)
             bucket = self.buckets[self._bucket_of[index]]
             if bucket.gathering is not None:
                 self._wait_for_gather(bucket)
 
-    def _wait_for_hidden_reads(self) -> None:
-        """As a forward begins. What the last forward did not read by name, it may have read otherwise, as torch's LSTM does from
-        a list of its own: wait for that now. Outside training, in compiled code and the first time: wait for all."""
-        model = self._model
-        if not (model.training and torch.is_grad_enabled()) or any(
-                hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in model.modules()):
+    def _begin_forward(self) -> None:
+        """What the last forward did not read by name, it may have read otherwise, as torch's LSTM does from a list of its own: wait
+        for that now. Outside training, where torch.compile is at work, and the first time: wait for all."""
+        if self._compiled or not (self._model.training and torch.is_grad_enabled()):
             self.wait_for_weights()
         for bucket in self.buckets:
             if bucket.gathering is not None and not self._read.issuperset(bucket.views):
                 self._wait_for_gather(bucket)
         self._read.clear()
+        self._in_forward = True
+
+    def _end_forward(self) -> None:
+        self._in_forward = False
 
     def wait_for_weights(self) -> None:
         """Wait for every weight that the last `step` updated: under NCCL the current stream does, under gloo this thread."""
@@ -941,6 +956,12 @@ class WaitingDict(dict):
             self.engine._about_to_read(param)
         return param
 
+    def get(self, name: str, default=None):
+        return self[name] if name in self else default
+
+    def __iter__(self):  # of its own, so that dict(self) asks, too
+        return super().__iter__()
+
     def _all(self) -> None:
         for name in self:
             self[name]
@@ -954,7 +975,6 @@ class WaitingDict(dict):
         return super().values()
 
     def __reduce_ex__(self, protocol):  # deepcopy and pickle get a plain dict
-        self._all()
         return dict, (dict(self),)
 
 
