@@ -3,7 +3,8 @@
 Compared: a resumed run with one that was never interrupted (bitwise on the same ranks; in float64 at 1e-10 on others, and
 with one process); the geometry of fragments with index sets; the files with what the safetensors package reads; what is left
 after a kill before each single file operation with the old and the new checkpoint; Adam's state with torch's AdamW.
-Models have prime sizes, zero elements, scalars and fewer elements than ranks. One to four CPU ranks; about 60 s for five strategies, the sweep 150.
+Models have prime sizes, zero elements, scalars and fewer elements than ranks. One to four CPU ranks; about 60 s for five
+strategies, the sweep 150.
 """
 import builtins
 import contextlib
@@ -698,7 +699,7 @@ def test_one_of_two_ranks_killed(pool, tmp_path, name, victim, stride):
         assert codes[victim] == 9 and codes[1 - victim] == 1, codes
         is_one_of(loaded(name, "tied", directory), [old, new])
     is_one_of(loaded(name, "tied", directory), [new])
-    assert n > (15 if victim == 1 else 30)
+    assert n > (10 if victim == 1 else 30)
 
 
 # ---- 7. what does not fit, is damaged or cannot be written -------------------------------------------------------------------
