@@ -7,12 +7,13 @@ for is NaN here, so that nobody reads it unnoticed. One to four CPU ranks; about
 import contextlib
 import copy
 import functools
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Reference, build, build_engine, global_batch, raises, rows
-from test_contract import close
+from models import Reference, assert_same_on_all_ranks, build, build_engine, global_batch, loss_of, raises, rows, two_groups
+from test_contract import LivePeak, close
 from torch import nn
 
 import zero
@@ -345,3 +346,258 @@ def lazy_log(overlap_gather):
 @pytest.mark.parametrize("overlap_gather", [True, False])
 def test_gathers_are_lazy(pool, overlap_gather):
     pool.run(2, lazy_log, overlap_gather)
+
+
+# ---- 2. sums: how many, in which order, and when ----------------------------------------------------------------------------
+
+
+def sum_log(name, k):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    engine = build_engine(name, model, precision="fp32", bucket_mb=0.0012)  # a layer each
+    log, real = [], zero.SliceSum
+
+    class LoggedSum(real):
+        def __init__(self, engine, flat, tag):
+            super().__init__(engine, flat, tag)
+            log.append((next(i for i, b in enumerate(engine.buckets) if b.grads is flat), tag))
+
+    zero.SliceSum = LoggedSum
+    try:
+        model[0].weight.register_hook(lambda grad: log.append("first layer"))  # its gradient, before anything is done with it
+        for _ in range(2):
+            log.clear()
+            engine.forward_backward(torch.randn(6, 16), k, lambda out, x: out.square().mean())
+            in_backward = log.copy()
+            engine.step()
+            assert log == in_backward  # nothing left to sum
+            # In order; all but the first layer's are under way before that layer's gradient exists. Stage 1: once.
+            summed = [(i, i) for i in range(5)] + ["first layer", (5, 5)]
+            before = ["first layer"] if name == "zero1" else summed
+            assert len(engine.buckets) == 6 and log == before * (k - 1) + summed, log
+    finally:
+        zero.SliceSum = real
+
+
+@stages
+@pytest.mark.parametrize("k", [1, 2])
+def test_sums_of_slices(pool, name, k):
+    """Stage 1 sums each bucket once in a step, stage 2 once in a micro-batch, both while backward runs."""
+    pool.run(2, sum_log, name, k)
+
+
+# ---- 3. peaks of memory -------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Twelve layers of odd sizes, used in the order in which they are registered, or in the opposite one."""
+
+    def __init__(self, bias=False, opposite=False):
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [301, 97, 403, 251, 511, 67, 389, 139, 457, 211, 333, 179, 301]
+        layers = [nn.Linear(a, b, bias=bias) for a, b in zip(widths, widths[1:])]
+        self.layers, self.opposite = nn.ModuleList(layers[::-1] if opposite else layers), opposite
+
+    def forward(self, x):
+        for layer in reversed(self.layers) if self.opposite else self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def peaks(name, precision, k, bias=False, opposite=False, bucket_mb=0.5):
+    """The largest total of storages that backward adds to what is always there, over three steps; a sample per micro-batch, so
+    that activations do not show. Also all that memory() counts before backward."""
+    engine = build_engine(name, Odd(bias, opposite), precision=precision, bucket_mb=bucket_mb, first_bucket_mb=bucket_mb)
+    found = []
+    for _ in range(3):
+        known = [t for b in engine.buckets for t in vars(b).values() if isinstance(t, torch.Tensor)]
+        known += [t for f in engine.fragments for t in (f.exp_avg, f.exp_avg_sq)]
+        held = engine.memory()
+        with LivePeak([*engine.module.parameters(), *known]) as live:
+            engine.forward_backward(torch.randn(k, 301), k, lambda out, x: out.float().square().mean())
+        found.append(live.peak)
+        engine.step()
+    shards = [b.shard.element_size() / b.weights.element_size() for b in engine.buckets] if name != "ddp" else []
+    whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    if k > 1 and precision == "bf16" and name == "zero2":  # in the first step shards become fp32
+        assert shards == [2.0] * len(shards)
+        found[0] -= sum(b.shard.numel() * 4 for b in engine.buckets)
+    return max(found), getattr(engine, "limit_bytes", 0), whole, sum(sum(d.values()) for d in held.values())
+
+
+SMALL = 2**17  # sums are made in pieces of 64 KiB; activations
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks, k", [(2, 1), (3, 1), (3, 3)])
+def test_backward_of_stage_2_needs_two_buckets(pool, precision, ranks, k):
+    for peak, two_buckets, whole, _ in pool.run(ranks, peaks, "zero2", precision, k):
+        assert two_buckets < whole
+        assert two_buckets / 2 <= peak <= two_buckets + SMALL, (peak, two_buckets)
+
+
+def test_autograd_holds_one_gradient_more(pool):
+    """A layer's bias may complete a bucket while autograd already has its weight's gradient, which is another bucket's."""
+    for peak, two_buckets, _, _ in pool.run(2, peaks, "zero2", "fp32", 1, bias=True):
+        assert peak <= two_buckets + 4 * 511 * 251 + SMALL, (peak, two_buckets)
+
+
+def test_opposite_order_holds_all_gradients(pool):
+    """Gradients that arrive in the parameters' own order wait for the bucket that goes first: right, and as large as stage 1."""
+    for peak, two_buckets, whole, _ in pool.run(2, peaks, "zero2", "fp32", 1, opposite=True):
+        assert 0.9 * whole < peak <= whole + two_buckets + SMALL, (peak, whole)
+
+
+def test_stages_need_less_and_less(pool):
+    """Everything together, bf16 on 3 ranks: what is held before backward and what backward adds."""
+    total = {}
+    for name in ("ddp", "zero1", "zero2", "zero2_offload"):
+        total[name] = max(held + peak for peak, _, _, held in pool.run(3, peaks, name, "bf16", 1, bucket_mb=0.25))
+    assert total["zero2"] < total["zero1"] < total["ddp"], total
+
+
+# ---- 4. offload changes no bit ------------------------------------------------------------------------------------------------
+
+
+def plan_of(kind, engine, step):
+    """The backward calls before this step: (micro-batches, or None for a backward of one's own)."""
+    return {"one": [1], "three": [3], "varying": [1 + step % 3], "twice": [2, 1], "own loop": [None, None]}[kind]
+
+
+def trained(name, precision, plan, model="awkward", steps=5, **knobs):
+    """Weights, masters, moments, step counts and norms after each of five steps; in fp16 the third one is skipped."""
+    engine = build_engine(name, build(model, dtype=torch.float32), precision=precision, max_norm=0.3, lr=0.01, weight_decay=0.1,
+                          initial_scale=2.0**10, **knobs)
+    states = []
+    for step in range(steps):
+        for call, k in enumerate(plan_of(plan, engine, step)):
+            batch, loss_fn = global_batch(model, 12, 10 * step + call, torch.float32)
+            if step == 2 and precision == "fp16":
+                batch = (batch[0] * float("inf"), batch[1])
+            if k:
+                engine.forward_backward(share(batch), k, loss_fn)
+            else:
+                engine.backward(loss_of(engine, share(batch), loss_fn))
+        engine.step()
+        assert engine.skipped == (step == 2 and precision == "fp16")
+        states.append([p.detach().clone() for p in engine.module.parameters()] + [engine.grad_norm, engine.optimizer.steps.clone()]
+                      + [t.clone() for f in engine.fragments for t in (f.master, f.exp_avg, f.exp_avg_sq)])
+    return states
+
+
+def offload_changes_nothing(name, precision, plan):
+    for ours, theirs in zip(trained(f"{name}_offload", precision, plan), trained(name, precision, plan), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        assert all(t.isfinite().all() for t in ours[:3])
+
+
+@stages
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["one", "three", "varying", "twice", "own loop"])
+def test_case_3_offload_changes_no_bit(pool, name, precision, plan):
+    pool.run(2, offload_changes_nothing, name, precision, plan)
+
+
+def test_case_48_pinning_that_fails_is_said_once(monkeypatch, capsys):
+    """Without a GPU: a tensor whose pin_memory refuses, and an engine that believes itself on one."""
+    engine = types.SimpleNamespace(offload=True, device=torch.device("cuda"), rank=3, _pinned=True)
+    calls = []
+
+    def refuse(self):
+        calls.append(self)
+        raise RuntimeError("no pages to lock")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    for numel in (5, 6, 7):
+        host = zero.Zero._state(engine, numel, torch.bfloat16)
+        assert host.shape == (numel,) and host.dtype == torch.bfloat16 and host.device.type == "cpu" and not host.any()
+    assert len(calls) == 1 and not engine._pinned
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "rank 3" in said[0] and "no pages to lock" in said[0]
+    engine._pinned = True
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append(self) or self)
+    assert zero.Zero._state(engine, 5, torch.float32) is calls[-1]
+    assert not capsys.readouterr().err
+
+
+# ---- 5. checkpoints across strategies and numbers of ranks ------------------------------------------------------------------
+
+
+def go_on(name, kind, directory, start, steps, knobs):
+    """Steps [start, start + steps) of a global batch of 12: two groups, clipping, a schedule, two micro-batches. The chain began
+    with other weights: all must come from the checkpoint."""
+    model = build(kind, seed=start)
+    engine = build_engine(name, model, two_groups(model), lr=0.01, eps=1e-3, max_norm=0.5, precision="fp32", **knobs)
+    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda t: 1 / (1 + t))
+    if start:
+        assert engine.load(directory, schedule=schedule) == {"step": start}
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(start, start + steps):
+        batch, loss_fn = global_batch(kind, 12, step)
+        engine.forward_backward(rows(batch, 12 * rank // ranks, 12 * (rank + 1) // ranks), 2, loss_fn)
+        engine.step()
+        schedule.step()
+    engine.save(directory, schedule=schedule, step=start + steps)
+    return [p.detach().clone() for p in engine.module.parameters()] if rank == 0 else []
+
+
+@pytest.mark.parametrize("kind", ["awkward", "tied"])
+@pytest.mark.parametrize("chain", [
+    [("ddp", 2), ("zero2", 4), ("zero1", 3), ("ddp", 1)],
+    [("zero2_offload", 3), ("zero2", 2), ("zero2_offload", 4), ("zero1_offload", 1), ("zero1", 2)]],
+    ids=lambda chain: " ".join(f"{name}:{ranks}" for name, ranks in chain))
+def test_cases_15_39_40_chain_of_strategies(pool, tmp_path, kind, chain):
+    """Each takes two steps and hands on; at the end, and after each, equal to one process that was never interrupted."""
+    reference = Reference(build(kind, seed=0), two_groups, 0.5, lr=0.01, eps=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(reference.optimizer, lambda t: 1 / (1 + t))
+    for link, (name, ranks) in enumerate(chain):
+        for step in (2 * link, 2 * link + 1):
+            batch, loss_fn = global_batch(kind, 12, step)
+            reference.backward(batch, loss_fn)
+            reference.step()
+            schedule.step()
+        ours = pool.run(ranks, go_on, name, kind, f"{tmp_path}/run", 2 * link, 2, dict(bucket_mb=0.002 / (1 + link)))[0]
+        for p, q in zip(ours, reference.model.parameters(), strict=True):
+            close(p, q.detach())
+
+
+def save_half(name, directory):
+    """Two steps in bf16; the masters, gathered by hand, by name."""
+    model = build("awkward", dtype=torch.float32)
+    engine = build_engine(name, model, precision="bf16", lr=0.01, bucket_mb=0.001)
+    for step in range(2):
+        batch, loss_fn = global_batch("awkward", 12, step, torch.float32)
+        engine.forward_backward(share(batch), 1, loss_fn)
+        engine.step()
+    engine.save(directory)
+    return [(f.name, f.start, f.end, f.master.clone(), f.exp_avg.clone(), f.exp_avg_sq.clone()) for f in engine.fragments]
+
+
+def load_half(name, directory):
+    model = build("awkward", seed=5, dtype=torch.float32)
+    engine = build_engine(name, model, precision="bf16", lr=0.01)
+    engine.load(directory)
+    weights = {n: p.detach().clone() for n, p in engine.named_parameters()}
+    for f in engine.fragments:
+        assert torch.equal(weights[f.name].view(-1)[f.start : f.end], f.master.bfloat16())
+    assert_same_on_all_ranks(weights.values())
+    return [(f.name, f.start, f.end, f.master.clone(), f.exp_avg.clone(), f.exp_avg_sq.clone()) for f in engine.fragments]
+
+
+@pytest.mark.parametrize("then", ["zero2", "zero1_offload"])
+def test_masters_survive_bit_for_bit(pool, tmp_path, then):
+    """bf16, saved on 2 ranks, loaded on 3: fp32 masters and moments, whole, are the same bits; weights are masters, rounded."""
+    whole = []
+    for ranks, run, name in ((2, save_half, "zero2"), (3, load_half, then)):
+        parts = {}
+        for name_, start, end, *tensors in sum(pool.run(ranks, run, name, f"{tmp_path}/run"), []):
+            parts.setdefault(name_, {})[start, end] = tensors
+        whole.append({n: [torch.cat(t) for t in zip(*(places[k] for k in sorted(places)))] for n, places in parts.items()})
+    assert whole[0].keys() == whole[1].keys()
+    rounded = 0
+    for name, tensors in whole[0].items():
+        assert all(map(torch.equal, tensors, whole[1][name])), name
+        rounded += (tensors[0] != tensors[0].bfloat16()).sum()
+    assert rounded > 100  # masters have bits that weights do not
