@@ -328,9 +328,7 @@ class DDP:
         for name, p in self._frozen:
             if p.requires_grad:
                 raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket: unfreeze it before")
-        for p, f in zip(self.params, self.fragments):
-            if p.data_ptr() != f.master.data_ptr():
-                raise RuntimeError(f"{f.name} has moved since the engine was built, as by module.to(): move the model before")
+        self._check_not_moved()
         if self._reduced:  # a second backward before step: rank 0's gradients add to the sum, the others' start from zero
             if self.rank != 0:
                 for bucket in self.buckets:
@@ -341,6 +339,11 @@ class DDP:
         self._arrived = [False] * len(self.params)
         self._launched, self._order = 0, []
         self._in_backward = True
+
+    def _check_not_moved(self) -> None:
+        for p, f in zip(self.params, self.fragments):
+            if p.data_ptr() != f.master.data_ptr():
+                raise RuntimeError(f"{f.name} has moved since the engine was built, as by module.to(): move the model before")
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
         """Autograd calls this after it has added a gradient into `param.grad`."""
@@ -558,17 +561,20 @@ class DDP:
         like schedulers by their state_dict(). A collective, between steps; every rank sees the same file system.
         Overwrites a checkpoint, never anything else; killed at any moment it leaves a complete one. Raises CheckpointError.
         """
-        save_checkpoint(self, directory, {**extra, "_bucket_order": [self.names[i] for i in self._bucket_order]})
+        self._check_not_moved()
+        order = [self.names[i] for i in self._bucket_order] if self._rebuilt else []
+        save_checkpoint(self, directory, {**extra, "_bucket_order": order})
 
     def load(self, directory: str, **objects) -> dict:
         """Continue from a checkpoint of any strategy: engine.load(dir, scheduler=scheduler) gives each object the state that was
         saved under its name and returns the other extras. On as many ranks the run goes on bit for bit, random numbers
         included; on another number they are left as they are. Discards gradients. Raises CheckpointError, on all ranks and
         before anything changes, for what is missing, damaged, of another shape or in another param group."""
+        self._check_not_moved()
         extra = load_checkpoint(self, directory, objects)
         self.zero_grad()
         order = extra.pop("_bucket_order", [])  # it decides in which order a ring adds
-        if sorted(order) == sorted(self.names):
+        if order and sorted(order) == sorted(self.names):
             self._replace_buckets([self.names.index(name) for name in order])
         return extra
 
@@ -1200,11 +1206,12 @@ def meet(engine, what: str) -> None:
     me, ranks = dist.get_rank(), dist.get_process_group_ranks(engine.group)
     store = dist.distributed_c10d._get_default_store()
     visits = lambda r, more=0: store.add(f"{what} {ranks} {r}", more)  # a counter of each rank's calls
-    own, deadline = visits(me, 1), time.monotonic() + MEETING_S
+    own, deadline, late = visits(me, 1), time.monotonic() + MEETING_S, ranks
     while any(visits(r) < own for r in ranks):
+        late = [r for r in late if visits(r) < own]  # one that came may give up and withdraw before we look again
         if time.monotonic() > deadline:
             visits(me, -1)  # the next call counts afresh
-            if late := [r for r in ranks if r != me and visits(r) < own]:
+            if any(visits(r) < own for r in ranks if r != me):
                 raise CheckpointError(f"{what} is for all ranks together: rank {late} did not call it within {MEETING_S:g} s")
             visits(me, 1)  # they came at the last moment, and count on this rank
             return
@@ -1255,7 +1262,11 @@ def save_checkpoint(engine, directory: str, extra: dict) -> None:
     tmp, old, steps = f"{directory}.tmp", f"{directory}.old", adam.steps.tolist()
 
     def describe():
-        torch.load(io.BytesIO(pickled(extra)), weights_only=True)  # what `load` could not read is refused now
+        for key, value in extra.items():
+            try:  # what `load` could not read is refused now
+                torch.load(io.BytesIO(pickled({key: value})), weights_only=True)
+            except Exception as e:
+                raise CheckpointError(f"{key}: neither plain data nor an object whose state_dict() is, but {value!r:.80}") from e
         if unknown := [f"{f.name} ({f.master.dtype})" for f in fragments if f.master.dtype not in DTYPES.values()]:
             raise CheckpointError(f"the format does not know the dtype of {', '.join(unknown)}")
         trained = {f.name: {"group": adam.group_list[f.index], "step": steps[f.index]} for f in engine.fragments}
@@ -1268,10 +1279,11 @@ def save_checkpoint(engine, directory: str, extra: dict) -> None:
         if places := {place for place, _, _ in everyone} - {directory}:
             raise CheckpointError(f"ranks save to different folders: {directory} and {', '.join(places)}")
         if engine.rank == 0:
-            if not os.path.exists(directory) and os.path.exists(old):
-                os.rename(old, directory)  # a save was killed between its renames
-            for place in (directory, tmp, old):  # refuses before anything is removed
+            for place in (directory, tmp, old):  # refuses before anything is touched
                 files_of(place)
+            if checkpoint_in(directory) == old:
+                remove(directory)
+                os.rename(old, directory)
             remove(tmp)
             remove(old)
             os.makedirs(tmp)
@@ -1314,10 +1326,8 @@ def load_checkpoint(engine, directory: str, objects: dict) -> dict:
     """Take over what `save` wrote, under any strategy on any number of ranks, and give each of `objects` its state; returns the
     rest of `extra`. A collective; each rank reads its own slices only. All is checked before anything changes."""
     meet(engine, "load")
-    directory, fragments = os.path.realpath(directory), engine.fragments + engine.kept()
+    directory, fragments = checkpoint_in(os.path.realpath(directory)), engine.fragments + engine.kept()
     adam, scaler = engine.optimizer, engine.scaler
-    if not os.path.exists(directory) and os.path.exists(f"{directory}.old"):
-        directory += ".old"  # a save was killed between its renames
     names = {}  # of all ranks: a pipeline stage knows only its own
     for own in together(engine, lambda: {f.name: (f.shape, adam.group_list[f.index] if f.index >= 0 else None) for f in fragments}):
         names |= own
@@ -1333,14 +1343,17 @@ def load_checkpoint(engine, directory: str, objects: dict) -> dict:
             faults += [f"{name} has {what} {theirs} instead of {own}"
                        for what, theirs, own in zip(("shape", "param group"), there, names[name]) if theirs != own]
         if len(meta["groups"]) != len(adam.param_groups):
-            faults.append(f"{len(meta['groups'])} param groups instead of {len(adam.param_groups)}")
+            faults.insert(0, f"{len(meta['groups'])} param groups instead of {len(adam.param_groups)}")
         if faults:
             raise CheckpointError(f"{directory} does not fit: {'; '.join(faults[:10])}")
         for file, info in meta["files"].items():
             files[file] = open_tensors(os.path.join(directory, file), info)
-        extra.update(torch.load(os.path.join(directory, "extra.pt"), weights_only=True))
-        if absent := objects.keys() - extra.keys():
-            raise CheckpointError(f"{directory} has no {', '.join(sorted(absent))}; it has {', '.join(sorted(extra))}")
+        try:
+            extra.update(torch.load(os.path.join(directory, "extra.pt"), weights_only=True))
+        except Exception as e:
+            raise CheckpointError(f"{os.path.join(directory, 'extra.pt')} is missing or damaged: {type(e).__name__}: {e}") from e
+        if absent := [key for key in objects if not isinstance(extra.get(key), Mapping)]:
+            raise CheckpointError(f"{directory} has no state of {', '.join(absent)}; it has {', '.join(sorted(extra)) or 'none'}")
         for f in fragments:
             parts, own = [], stretches(f.shape, f.boxes, f.start, f.end)
             for i, (rank, boxes, lo, hi) in enumerate(saved[f.name]["pieces"]):
@@ -1418,6 +1431,12 @@ def read_tensor(numel: int, places: list[tuple]) -> Tensor:
     return out
 
 
+def checkpoint_in(directory: str) -> str:
+    """The folder itself or, if a save was killed between its renames, directory.old."""
+    complete = [os.path.exists(os.path.join(place, "meta.json")) for place in (directory, f"{directory}.old")]
+    return f"{directory}.old" if complete == [False, True] else directory
+
+
 def read_meta(directory: str) -> dict:
     path = os.path.join(directory, "meta.json")
     if not os.path.exists(path):
@@ -1425,10 +1444,11 @@ def read_meta(directory: str) -> dict:
     try:
         with open(path) as file:
             meta, written = json.load(file)
-    except ValueError as e:
+        version = meta["format"]
+    except (ValueError, TypeError, LookupError) as e:
         raise CheckpointError(f"{path} is damaged: {e}") from e
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is of format {meta.get('format')}; this code reads format {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(f"{path} is of format {version}; this code reads format {FORMAT}")
     if digest(meta) != written:
         raise CheckpointError(f"{path} is damaged: its checksum is another")
     return meta

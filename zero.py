@@ -52,6 +52,7 @@ mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
 measures, and the weights beside those of one process.
 """
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import fcntl
@@ -71,7 +72,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
 import torch
@@ -201,11 +202,8 @@ class Zero:
         self._dtypes, undo = [p.dtype for p in self.params], []
         for module in self._model.modules() if self.half else ():
             if any(name.startswith("running_") for name, b in module.named_buffers(recurse=False) if b.is_floating_point()):
-                # Its forward computes in the dtype of its parameters, and hands on what it was given.
-                handles = [module.register_forward_pre_hook(lambda m, args: (m.__dict__.update(_given=args[0].dtype),
-                                                                            (args[0].float(), *args[1:]))[1]),
-                           module.register_forward_hook(lambda m, args, out: out.to(m.__dict__.pop("_given")))]
-                undo += [handle.remove for handle in handles]
+                undo += [module.register_forward_pre_hook(to_fp32, with_kwargs=True).remove,
+                         module.register_forward_hook(back_to_given).remove]
                 continue
             for p in module._parameters.values():
                 if p is not None and p.is_floating_point():
@@ -330,7 +328,8 @@ class Zero:
         """Ranks that differ would meet in collectives of different sizes, hang or add up nonsense: say so first."""
         text = repr([(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in self._model.named_parameters()]
                     + [(n, tuple(b.shape), b.dtype) for n, b in self._model.named_buffers()]
-                    + [(n, k) for n, k in zip(self.names, self.optimizer.group_list)]) + repr(settings)
+                    + [(n, k) for n, k in zip(self.names, self.optimizer.group_list)]
+                    + [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]) + repr(settings)
         digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         ends = torch.tensor([digest, -digest], device=self.device)
         # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 2(N-1)/N * 16 bytes, once; all wait.
@@ -342,19 +341,7 @@ class Zero:
     # ---- 1. forward: a weight is waited for when it is read ----------------------------------------------------------
 
     def __call__(self, *args, **kwargs):
-        return self._model(*self._cast_inputs(args), **self._cast_inputs(kwargs))
-
-    def _cast_inputs(self, x):
-        """Floating tensors in the arguments, in the dtype the model computes with."""
-        if self.half is None:
-            return x
-        if isinstance(x, Tensor):
-            return x.to(self.half) if x.is_floating_point() else x
-        if isinstance(x, Mapping):
-            return {k: self._cast_inputs(v) for k, v in x.items()}
-        if isinstance(x, (tuple, list)):
-            return getattr(type(x), "_make", type(x))(self._cast_inputs(v) for v in x)
-        return x
+        return self._model(*cast(args, self.half), **cast(kwargs, self.half))
 
     def _about_to_read(self, param: nn.Parameter) -> None:
         """A module's parameter was looked up by name (class WaitingDict)."""
@@ -835,6 +822,34 @@ class Zero:
             dist.broadcast(sent, group=self.group, group_src=0)
             tensor.copy_(sent)
         return tensor
+
+
+def cast(x, dtype: torch.dtype | None):
+    """The floating tensors in nested containers in another dtype; everything else, and the containers' types, as they are."""
+    if dtype is None:
+        return x
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if isinstance(x, MutableMapping):  # transformers' BatchEncoding and ModelOutput are more than dicts
+        new = copy.copy(x)
+        for key, value in x.items():
+            new[key] = cast(value, dtype)
+        return new
+    if isinstance(x, (tuple, list)):
+        return getattr(type(x), "_make", type(x))(cast(v, dtype) for v in x)
+    return x
+
+
+def to_fp32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before a module with running statistics: it computes in the dtype of its parameters ..."""
+    floating = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+    module.__dict__.setdefault("_given", []).append(floating[0] if floating else None)
+    return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+
+def back_to_given(module: nn.Module, args: tuple, output):
+    """... and after it: it hands on what it was given."""
+    return cast(output, module.__dict__["_given"].pop())
 
 
 def wait(work) -> None:
@@ -1393,11 +1408,12 @@ def meet(engine, what: str) -> None:
     me, ranks = dist.get_rank(), dist.get_process_group_ranks(engine.group)
     store = dist.distributed_c10d._get_default_store()
     visits = lambda r, more=0: store.add(f"{what} {ranks} {r}", more)  # a counter of each rank's calls
-    own, deadline = visits(me, 1), time.monotonic() + MEETING_S
+    own, deadline, late = visits(me, 1), time.monotonic() + MEETING_S, ranks
     while any(visits(r) < own for r in ranks):
+        late = [r for r in late if visits(r) < own]  # one that came may give up and withdraw before we look again
         if time.monotonic() > deadline:
             visits(me, -1)  # the next call counts afresh
-            if late := [r for r in ranks if r != me and visits(r) < own]:
+            if any(visits(r) < own for r in ranks if r != me):
                 raise CheckpointError(f"{what} is for all ranks together: rank {late} did not call it within {MEETING_S:g} s")
             visits(me, 1)  # they came at the last moment, and count on this rank
             return
@@ -1448,7 +1464,11 @@ def save_checkpoint(engine, directory: str, extra: dict) -> None:
     tmp, old, steps = f"{directory}.tmp", f"{directory}.old", adam.steps.tolist()
 
     def describe():
-        torch.load(io.BytesIO(pickled(extra)), weights_only=True)  # what `load` could not read is refused now
+        for key, value in extra.items():
+            try:  # what `load` could not read is refused now
+                torch.load(io.BytesIO(pickled({key: value})), weights_only=True)
+            except Exception as e:
+                raise CheckpointError(f"{key}: neither plain data nor an object whose state_dict() is, but {value!r:.80}") from e
         if unknown := [f"{f.name} ({f.master.dtype})" for f in fragments if f.master.dtype not in DTYPES.values()]:
             raise CheckpointError(f"the format does not know the dtype of {', '.join(unknown)}")
         trained = {f.name: {"group": adam.group_list[f.index], "step": steps[f.index]} for f in engine.fragments}
@@ -1461,10 +1481,11 @@ def save_checkpoint(engine, directory: str, extra: dict) -> None:
         if places := {place for place, _, _ in everyone} - {directory}:
             raise CheckpointError(f"ranks save to different folders: {directory} and {', '.join(places)}")
         if engine.rank == 0:
-            if not os.path.exists(directory) and os.path.exists(old):
-                os.rename(old, directory)  # a save was killed between its renames
-            for place in (directory, tmp, old):  # refuses before anything is removed
+            for place in (directory, tmp, old):  # refuses before anything is touched
                 files_of(place)
+            if checkpoint_in(directory) == old:
+                remove(directory)
+                os.rename(old, directory)
             remove(tmp)
             remove(old)
             os.makedirs(tmp)
@@ -1507,10 +1528,8 @@ def load_checkpoint(engine, directory: str, objects: dict) -> dict:
     """Take over what `save` wrote, under any strategy on any number of ranks, and give each of `objects` its state; returns the
     rest of `extra`. A collective; each rank reads its own slices only. All is checked before anything changes."""
     meet(engine, "load")
-    directory, fragments = os.path.realpath(directory), engine.fragments + engine.kept()
+    directory, fragments = checkpoint_in(os.path.realpath(directory)), engine.fragments + engine.kept()
     adam, scaler = engine.optimizer, engine.scaler
-    if not os.path.exists(directory) and os.path.exists(f"{directory}.old"):
-        directory += ".old"  # a save was killed between its renames
     names = {}  # of all ranks: a pipeline stage knows only its own
     for own in together(engine, lambda: {f.name: (f.shape, adam.group_list[f.index] if f.index >= 0 else None) for f in fragments}):
         names |= own
@@ -1526,14 +1545,17 @@ def load_checkpoint(engine, directory: str, objects: dict) -> dict:
             faults += [f"{name} has {what} {theirs} instead of {own}"
                        for what, theirs, own in zip(("shape", "param group"), there, names[name]) if theirs != own]
         if len(meta["groups"]) != len(adam.param_groups):
-            faults.append(f"{len(meta['groups'])} param groups instead of {len(adam.param_groups)}")
+            faults.insert(0, f"{len(meta['groups'])} param groups instead of {len(adam.param_groups)}")
         if faults:
             raise CheckpointError(f"{directory} does not fit: {'; '.join(faults[:10])}")
         for file, info in meta["files"].items():
             files[file] = open_tensors(os.path.join(directory, file), info)
-        extra.update(torch.load(os.path.join(directory, "extra.pt"), weights_only=True))
-        if absent := objects.keys() - extra.keys():
-            raise CheckpointError(f"{directory} has no {', '.join(sorted(absent))}; it has {', '.join(sorted(extra))}")
+        try:
+            extra.update(torch.load(os.path.join(directory, "extra.pt"), weights_only=True))
+        except Exception as e:
+            raise CheckpointError(f"{os.path.join(directory, 'extra.pt')} is missing or damaged: {type(e).__name__}: {e}") from e
+        if absent := [key for key in objects if not isinstance(extra.get(key), Mapping)]:
+            raise CheckpointError(f"{directory} has no state of {', '.join(absent)}; it has {', '.join(sorted(extra)) or 'none'}")
         for f in fragments:
             parts, own = [], stretches(f.shape, f.boxes, f.start, f.end)
             for i, (rank, boxes, lo, hi) in enumerate(saved[f.name]["pieces"]):
@@ -1611,6 +1633,12 @@ def read_tensor(numel: int, places: list[tuple]) -> Tensor:
     return out
 
 
+def checkpoint_in(directory: str) -> str:
+    """The folder itself or, if a save was killed between its renames, directory.old."""
+    complete = [os.path.exists(os.path.join(place, "meta.json")) for place in (directory, f"{directory}.old")]
+    return f"{directory}.old" if complete == [False, True] else directory
+
+
 def read_meta(directory: str) -> dict:
     path = os.path.join(directory, "meta.json")
     if not os.path.exists(path):
@@ -1618,10 +1646,11 @@ def read_meta(directory: str) -> dict:
     try:
         with open(path) as file:
             meta, written = json.load(file)
-    except ValueError as e:
+        version = meta["format"]
+    except (ValueError, TypeError, LookupError) as e:
         raise CheckpointError(f"{path} is damaged: {e}") from e
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is of format {meta.get('format')}; this code reads format {FORMAT}")
+    if version != FORMAT:
+        raise CheckpointError(f"{path} is of format {version}; this code reads format {FORMAT}")
     if digest(meta) != written:
         raise CheckpointError(f"{path} is damaged: its checksum is another")
     return meta

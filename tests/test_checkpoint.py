@@ -168,7 +168,6 @@ def test_resumed_on_as_many_ranks_bit_for_bit(pool, tmp_path, name, kind, ranks)
 @engines
 def test_resumed_before_the_first_step(pool, tmp_path, name):
     """Orders that an engine learns in its first step are learnt by the resumed one too."""
-    # Fails for ddp: a checkpoint from before the first step fixes the first guess of the buckets' order for good.
     pool.run(3, resumed_bitwise, name, "awkward", f"{tmp_path}/run", saved_after=0)
 
 
@@ -830,7 +829,6 @@ MISFITS = {  # change of the model, its param groups, words of the message
     "extra buffer": (lambda model: model.register_buffer("more", numbers(4).data), two_groups, ["more is missing"]),
     "frozen": (freeze("twice.weight", False), two_groups, ["twice.weight", "group 0 instead of None"]),
     "trained": (freeze("frozen.weight", True), two_groups, ["frozen.weight", "group None instead of 0"]),
-    # Fails: ten parameters that are in another group are named first, and the number of groups not at all.
     "number of groups": (None, lambda model: two_groups(model)[::2], ["3 param groups instead of 2"]),
     "another group": (None, another_group, ["turned", "group 0 instead of 1"]),
     "labels": (add("classifier", lambda: nn.Linear(20, 3).double()), two_groups,
@@ -850,7 +848,6 @@ def other_objects(name, directory):
     run = Run(name, "awkward", seed=5)
     with refused(name, run, "sampler", "epoch, scheduler"):
         run.engine.load(directory, scheduler=run.schedule, sampler=run.schedule)
-    # Fails: everything is loaded before the schedule raises AttributeError.
     with refused(name, run, "epoch"):  # a number has no state to take over
         run.engine.load(directory, epoch=run.schedule)
     extra = run.engine.load(directory)  # what nobody asked for is returned as it was saved
@@ -894,7 +891,6 @@ def save_refused(name, run, directory, *words, leftovers=()):
 
 def unsaveable(name, directory):
     run = Run(name, "awkward", seed=5)
-    # Fails: the message does not say which extra it is, and suggests a setting of torch.load.
     for thing in (Custom(), lambda: 0, Custom):
         with save_refused(name, run, directory, "odd_extra"):
             run.engine.save(directory, epoch=1, odd_extra=thing)
@@ -934,7 +930,6 @@ def in_the_way(name, directory, words):
 @pytest.mark.parametrize("what", ["file inside", "folder inside", "file instead"])
 def test_foreign_files_are_left_alone(pool, tmp_path, saved, name, foreign, what, exists):
     """Whether there is a checkpoint already, or not; nothing of the user's is removed or renamed."""
-    # Fails where `run` is absent: a user's own run.old is renamed to run before it is looked into.
     if exists and foreign != "run":
         shutil.copytree(saved(name), f"{tmp_path}/run")
     if what == "file instead":
