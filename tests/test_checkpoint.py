@@ -647,8 +647,10 @@ def test_killed_at_every_file_operation(tmp_path, name, overwrites):
 
 
 @blocks
-def test_killed_between_the_renames_and_again(tmp_path, name):
-    """The next save starts where `run` is absent, `run.old` and `run.tmp` are complete; it too is killed at every operation."""
+@pytest.mark.parametrize("emptied", [False, pytest.param(True, id="empty folder")])
+def test_killed_between_the_renames_and_again(tmp_path, name, emptied):
+    """The next save starts where `run` is absent, or has been made anew by a script and is empty, `run.old` and `run.tmp` are
+    complete; it too is killed at every operation."""
     base, engine, old, new = old_and_new(name, tmp_path)
     directory = f"{tmp_path}/place/run"
     for n in itertools.count(1):
@@ -656,6 +658,8 @@ def test_killed_between_the_renames_and_again(tmp_path, name):
         os.mkdir(f"{tmp_path}/place")
         shutil.copytree(base, f"{directory}.old")
         shutil.copytree(base, f"{directory}.tmp")
+        if emptied:
+            os.mkdir(directory)
         [code] = exit_codes([fork(die_in_save, engine, directory, n, 1)])
         is_one_of(loaded(name, "tied", directory), [old, new] if code else [new])
         if code == 0:
