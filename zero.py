@@ -830,8 +830,8 @@ def cast(x, dtype: torch.dtype | None):
         return x
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x
-    if isinstance(x, MutableMapping):  # transformers' BatchEncoding and ModelOutput are more than dicts
-        new = copy.copy(x)
+    if isinstance(x, Mapping):  # transformers' BatchEncoding and ModelOutput are more than dicts
+        new = copy.copy(x) if isinstance(x, MutableMapping) else dict(x)
         for key, value in x.items():
             new[key] = cast(value, dtype)
         return new

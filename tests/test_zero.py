@@ -4,15 +4,17 @@ Compared: one process in float64 at 1e-10 (as test_contract.py, which asks every
 bit for bit, event logs of the collectives of slices, live storages with the formulas of the docstring. What has not been waited
 for is NaN here, so that nobody reads it unnoticed. One to four CPU ranks; about 60 s, the sweep 120 more (needs timm).
 """
+import collections
 import contextlib
 import copy
 import functools
+import random as random_module
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Reference, assert_same_on_all_ranks, build, build_engine, global_batch, loss_of, raises, rows, two_groups
+from models import Reference, assert_same_on_all_ranks, build, build_engine, global_batch, loss_of, raises, random, rows, two_groups
 from test_contract import LivePeak, close
 from torch import nn
 
@@ -601,3 +603,393 @@ def test_masters_survive_bit_for_bit(pool, tmp_path, then):
         assert all(map(torch.equal, tensors, whole[1][name])), name
         rounded += (tensors[0] != tensors[0].bfloat16()).sum()
     assert rounded > 100  # masters have bits that weights do not
+
+
+# ---- 6. wrong numbers -----------------------------------------------------------------------------------------------------------
+
+
+class Breaks(torch.autograd.Function):
+    """The identity, whose backward raises when `fuse` is [0], and counts it down before that."""
+
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.fuse[0] -= 1
+        if ctx.fuse[0] == -1:
+            raise ZeroDivisionError("in the middle of backward")
+        return grad, None
+
+
+class Fused(nn.Module):
+    """The plain model, with `Breaks` between its layers: when it raises, some gradients have arrived and been sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.fuse = build("plain"), [-100]
+
+    def forward(self, x):
+        for layer in self.plain.layers:
+            x = Breaks.apply(layer(x), self.fuse)
+        return x
+
+
+def any_order_of_calls(name, seed, steps=25, **knobs):
+    """Steps of random calls: micro-batches, several backwards, a loop of one's own, ranks without samples, gradients that are
+    discarded or read, backwards that break, frozen parameters, clipping. Each is beside one process that does the plain thing."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dice = random_module.Random(seed)
+    model = Fused()
+    reference = Reference(model, two_groups, 0.3, lr=0.01, eps=1e-3)
+    engine = build_engine(name, model, two_groups(model), lr=0.01, eps=1e-3, max_norm=0.3, precision="fp32", **knobs)
+    seen = set()
+    for step in range(steps):
+        layer = dice.randrange(6)
+        frozen = [p for m in (model, reference.model) for p in m.plain.layers[layer].parameters()] if dice.random() < 0.3 else []
+        for p in frozen:
+            p.requires_grad_(False)
+        for call in range(dice.choice([1, 1, 2, 3])):
+            batch, loss_fn = global_batch("plain", 11, 100 * step + call)
+            cuts = sorted(dice.choices(range(12), k=ranks - 1))  # ranks may be left without samples
+            cuts = [0, *cuts, 11]
+            mine = rows(batch, cuts[rank], cuts[rank + 1])
+            what = dice.choice(["at once", "own loop", "breaks", "discarded", "read", "nothing"])
+            seen.add(what)
+            if what == "breaks":  # in the second micro-batch's backward, on all ranks
+                model.fuse[0] = 6 + dice.randrange(4)
+                with raises(ZeroDivisionError, "in the middle"):
+                    engine.forward_backward(share(global_batch("plain", 4 * ranks, 7)[0]), 2, loss_fn)
+                model.fuse[0] = -100
+                reference.optimizer.zero_grad()
+            elif what == "own loop":
+                batch, loss_fn = global_batch("plain", 4 * ranks, 100 * step + call)
+                reference.backward(batch, loss_fn)
+                with engine.no_sync():
+                    engine.backward(loss_fn(model(share(batch)[0][:2]), rows(share(batch), 0, 2)) / 2)
+                engine.backward(loss_fn(engine(share(batch)[0][2:]), rows(share(batch), 2, 4)) / 2)
+            elif what != "nothing":
+                close(engine.forward_backward(mine if len(mine[1]) else None, dice.choice([1, 2, 4]), loss_fn),
+                      reference.backward(batch, loss_fn))
+                if what == "discarded":
+                    engine.zero_grad()
+                    reference.optimizer.zero_grad()
+                if what == "read":
+                    for n, p in reference.model.named_parameters():
+                        close(engine.full_grad(n), torch.zeros_like(p) if p.grad is None else p.grad)
+        if all(p.grad is None for p in reference.model.parameters()):
+            engine.step()
+            assert engine.grad_norm == 0
+        else:
+            norm = reference.step()
+            engine.step()
+            close(engine.grad_norm, norm)
+        for p in frozen:
+            p.requires_grad_(True)
+        if dice.random() < 0.5:
+            for (n, p), q in zip(engine.named_parameters(), reference.model.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=lambda m, n=n, step=step: f"{n}, step {step}: {m}")
+            assert_same_on_all_ranks(engine.module.parameters())
+    assert steps < 25 or len(seen) == 6
+
+
+@pytest.mark.parametrize("name, ranks, seed, knobs", [
+    ("zero1", 2, 1, {}), ("zero2", 2, 2, {}), ("zero1_offload", 2, 3, {}), ("zero2_offload", 2, 4, {}),
+    ("zero1", 3, 5, dict(bucket_mb=1e-6)), ("zero2", 3, 6, dict(bucket_mb=1e-6)), ("zero2", 3, 7, dict(bucket_mb=25.0)),
+    ("zero2", 1, 8, {}), ("zero1_offload", 1, 9, {}),
+    *[pytest.param(name, ranks, 100 * ranks + seed, {}, marks=pytest.mark.sweep) for seed in range(10) for ranks in (2, 3, 4)
+      for name in ("zero1", "zero2", "zero1_offload", "zero2_offload")]], ids=str)
+def test_any_order_of_calls(pool, name, ranks, seed, knobs):
+    pool.run(ranks, any_order_of_calls, name, seed, limit_s=120, **knobs)
+
+
+def tiny(name, bucket_mb):
+    """Case 30: one parameter of one element on three ranks: two own nothing. Also a group of its own, and clipping."""
+    model = nn.Linear(1, 1, bias=False).double()
+    reference = Reference(model, None, 0.1, lr=0.01, eps=1e-3)
+    engine = build_engine(name, model, [dict(params=[]), dict(params=[model.weight])], max_norm=0.1, precision="fp32", lr=0.01,
+                          eps=1e-3, bucket_mb=bucket_mb)
+    for step in range(3):
+        x = torch.arange(6, dtype=torch.float64).reshape(6, 1) + step
+        reference.backward(x, lambda out, x: (out - 3).square().mean())
+        engine.forward_backward(share(x, 2), 2, lambda out, x: (out - 3).square().mean())
+        close(engine.full_grad("weight"), reference.model.weight.grad)
+        norm = reference.step()
+        engine.step()
+        close(engine.grad_norm, norm)
+        close(model.weight.detach(), reference.model.weight.detach())
+    assert (len(engine.fragments) == 1) == (dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero2_offload"])
+@pytest.mark.parametrize("bucket_mb", [1e-6, 100.0])
+def test_cases_16_and_30_one_element_on_three_ranks(pool, name, bucket_mb):
+    pool.run(3, tiny, name, bucket_mb)
+
+
+def poisoned_padding(name, precision):
+    """Case 40: all that is nobody's is NaN, also memory that is new. Case 76: whatever Adam gets starts on 16 bytes."""
+    real = torch.empty_like
+    torch.empty_like = lambda *a, **k: real(*a, **k).fill_(float("nan"))
+    try:
+        states = []
+        for poison in (False, True):
+            engine = build_engine(name, build("awkward", dtype=torch.float32), precision=precision, max_norm=0.1, lr=0.01)
+            for b in engine.buckets:
+                used = torch.zeros(b.weights.numel(), dtype=torch.bool)
+                for i, start in b.starts.items():
+                    used[start : start + engine.params[i].numel()] = True
+                for whole in (b.weights, b.grads):
+                    if poison and whole is not None:
+                        whole[~used] = float("nan")
+                moments = [f.exp_avg for f, _ in b.pieces], [f.exp_avg_sq for f, _ in b.pieces]
+                of_moments = [torch.empty(0, dtype=m[0].dtype).set_(m[0].untyped_storage()) for m in moments if m]
+                for own in (b.master, b.shard, b.landing, *of_moments):
+                    if poison and own is not None:
+                        assert own.numel() == b.master.numel()
+                        own[~used[b.own]] = float("nan")
+            assert not poison or sum(b.weights.isnan().sum() for b in engine.buckets) > 10
+            for step in range(3):
+                batch, loss_fn = global_batch("awkward", 8, step, torch.float32)
+                engine.forward_backward(share(batch), 1 + step % 2, loss_fn)
+                engine.step()
+            assert engine.grad_norm.isfinite()
+            for f in engine.fragments:
+                assert not any(t.data_ptr() % 16 for t in (f.master, f.grad, f.half, f.exp_avg, f.exp_avg_sq) if t is not None)
+            states.append([p.detach().clone() for p in engine.module.parameters()] + [engine.grad_norm])
+        assert all(map(torch.equal, *states))
+    finally:
+        torch.empty_like = real
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero1_offload", "zero2_offload"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_cases_40_and_76_padding_is_read_by_nobody(pool, name, precision):
+    pool.run(3, poisoned_padding, name, precision)
+
+
+def two_engines():
+    """Of two models in one loop, one's gathers are still under way in the other's forward and backward."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(*[nn.Linear(9, 9) for _ in range(layers)]).double() for layers in (6, 11)]
+    references = [Reference(m, None, 0.0, lr=0.01, eps=1e-3) for m in models]
+    engines = [build_engine("zero2", m, lr=0.01, eps=1e-3, precision="fp32", bucket_mb=1e-6) for m in models]
+    for step in range(5):
+        x = random(2 * dist.get_world_size(), 9, seed=step)
+        for i in (0, 1):
+            with torch.no_grad():
+                theirs, ours = references[1 - i].model(x), models[1 - i](share(x, 2))
+            references[i].model(theirs).square().mean().backward()
+            references[i].step()
+            engines[i].backward(models[i](ours).square().mean())
+            engines[i].step()
+    for engine, reference in zip(engines, references):
+        for p, q in zip(engine.module.parameters(), reference.model.parameters(), strict=True):
+            close(p.detach(), q.detach())
+
+
+def test_two_engines_in_one_loop(pool):
+    pool.run(3, two_engines)
+
+
+def of_a_part(name):
+    """Ranks 1 and 2 of three train; rank 0 has nothing to do with it."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        model = build("plain")
+        reference = Reference(model, None, 0.0, lr=0.01, eps=1e-3)
+        engine = build_engine(name, model, precision="fp32", lr=0.01, eps=1e-3, group=group)
+        assert (engine.rank, engine.world_size) == (dist.get_rank() - 1, 2)
+        for step in range(3):
+            batch, loss_fn = global_batch("plain", 8, step)
+            reference.backward(batch, loss_fn)
+            engine.forward_backward(rows(batch, 4 * engine.rank, 4 * engine.rank + 4), 2, loss_fn)
+            for n, p in reference.model.named_parameters():
+                close(engine.full_grad(n), p.grad)
+            reference.step()
+            engine.step()
+        saved = engine.state_dict()
+        assert bool(saved) == (engine.rank == 0)
+        for n, p in reference.model.named_parameters():
+            close(saved.get(n, engine.module.get_parameter(n)), p.detach())
+    dist.barrier()
+
+
+@stages
+def test_group_of_some_ranks(pool, name):
+    pool.run(3, of_a_part, name)
+
+
+def another_engine_before(first, then):
+    """The same model in two engines, one after the other: right, or refused; never wrong."""
+    model = build("plain")
+    reference = Reference(model, None, 0.0, lr=0.01, eps=1e-3)
+    for name in (first, then):
+        engine = build_engine(name, model, precision="fp32", lr=0.01, eps=1e-3)
+        reference = Reference(reference.model, None, 0.0, lr=0.01, eps=1e-3)
+        for step in range(2):
+            batch, loss_fn = global_batch("plain", 8, step)
+            if "ddp" in (first, then) and name == then:
+                with raises(RuntimeError, "loss.backward()"):  # the other file's hooks are still there
+                    engine.forward_backward(share(batch), 1, loss_fn)
+                return
+            reference.backward(batch, loss_fn)
+            engine.forward_backward(share(batch), 1, loss_fn)
+            reference.step()
+            engine.step()  # and no waiting after the last one
+    for p, q in zip(engine.module.parameters(), reference.model.parameters(), strict=True):
+        close(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("first, then", [("zero1", "zero2"), ("zero2", "zero2_offload"), ("zero2_offload", "zero1"),
+                                         ("ddp", "zero2"), ("zero2", "ddp")])
+def test_another_engine_before(pool, first, then):
+    pool.run(2, another_engine_before, first, then)
+
+
+def differing_settings():
+    with raises(ValueError, "param groups or settings"):  # each rank would update its slice with a rate of its own
+        build_engine("zero2", build("plain"), precision="fp32", lr=0.1 * (1 + dist.get_rank()))
+    with raises(ValueError, "param groups or settings"):
+        build_engine("zero2", build("plain"), precision="fp32", weight_decay=0.1 * dist.get_rank())
+
+
+def test_ranks_with_different_rates_are_refused(pool):
+    pool.run(2, differing_settings)
+
+
+# ---- 7. half precision: modules with running statistics, buffers, inputs ------------------------------------------------------
+
+
+class Statistics(nn.Module):
+    """BatchNorm called in several ways. It must see fp32 and hand on what it was given."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.norm, self.how = nn.Linear(6, 6), nn.BatchNorm1d(6), how
+        self.register_buffer("table", torch.linspace(0, 1, 6))
+        self.register_buffer("computed", torch.linspace(0, 1, 6), persistent=False)
+        self.register_buffer("counter", torch.zeros(3, dtype=torch.int32))
+
+    def forward(self, x):
+        self.seen = []
+        h = self.linear(x) + self.table.to(x.dtype)
+        with contextlib.ExitStack() as stack:
+            real = nn.functional.batch_norm
+            nn.functional.batch_norm = lambda x, *a, **k: self.seen.append((x.dtype, a[2].dtype)) or real(x, *a, **k)
+            stack.callback(setattr, nn.functional, "batch_norm", real)
+            if self.how == "keyword":
+                return self.norm(input=h)
+            return self.norm((h * 10).long()) if self.how == "integer" else self.norm(h)
+
+
+class Pair(nn.Module):
+    """Running statistics of its own, and more than one output."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running_scale", torch.ones(6))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x, names, count=None):
+        assert x.dtype == self.gain.dtype == torch.float32
+        self.running_scale.lerp_(x.abs().mean(0).detach(), 0.1)
+        return dict(out=x * self.gain, count=count), names
+
+
+def running_statistics(precision):
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]
+    x = torch.randn(4, 6)
+    for how in ("plain", "keyword"):
+        model = Statistics(how)
+        computed = model.computed.clone()
+        engine = build_engine("zero2", model, precision=precision)
+        for _ in range(2):
+            assert model.norm.weight.dtype == model.norm.running_mean.dtype == model.norm.running_var.dtype == torch.float32
+            assert model.linear.weight.dtype == model.table.dtype == dtype
+            assert model.computed.dtype == torch.float32 and torch.equal(model.computed, computed)
+            assert model.counter.dtype == torch.int32 and model.norm.num_batches_tracked.dtype == torch.int64
+            out = engine(x)
+            assert out.dtype == dtype and model.seen == [(torch.float32, torch.float32)]
+            engine.backward(out.float().square().mean())
+            assert engine.full_grad("norm.weight").any()
+            engine.step()
+        assert model.norm.num_batches_tracked == 2 and model.norm.running_mean.any()
+        assert not engine.skipped_steps
+    with raises(NotImplementedError, "batch_norm", "Long"):  # torch's own error, as without an engine
+        build_engine("zero2", Statistics("integer"), precision=precision)(x)
+    # a copy of the model, hooks and all, under an engine of its own; and an exception between the hooks
+    model = Statistics("plain")
+    engine = build_engine("zero2", model, precision=precision)
+    with raises(ValueError, "2D or 3D"):
+        model.norm(torch.ones(6, dtype=dtype))
+    twin = build_engine("zero2", copy.deepcopy(model), precision=precision)
+    again = build_engine("zero1", model, precision=precision)  # undoes the first one's
+    for e in (twin, again):
+        out = e(x)
+        assert out.dtype == dtype and e.module.seen == [(torch.float32, torch.float32)]
+        e.backward(out.float().square().mean())
+        e.step()
+    pair = build_engine("zero2", Pair(), precision=precision)
+    out, names = pair(x, ["a", 3], count=torch.ones(2, dtype=torch.int32))
+    assert out["out"].dtype == dtype and out["count"].dtype == torch.int32 and names == ["a", 3]
+    pair.backward(out["out"].sum())
+    pair.step()
+    for module in (nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.InstanceNorm1d(6), nn.BatchNorm1d(6, track_running_stats=False)):
+        engine = build_engine("zero2", nn.Sequential(nn.Linear(6, 6), module), precision=precision)
+        assert {p.dtype for p in engine.module.parameters()} == {dtype}
+        assert engine(x).dtype == dtype
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_cases_31_and_33_running_statistics(pool, precision):
+    pool.run(2, running_statistics, precision)
+
+
+class Echo(nn.Module):
+    """Returns its arguments, and uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, *args, **kwargs):
+        return args, kwargs
+
+
+def inputs():
+    import transformers
+    from transformers.modeling_outputs import BaseModelOutput
+    engine = build_engine("zero2", Echo(), precision="bf16")
+    Point = collections.namedtuple("Point", "x y")
+    x, n = torch.ones(2, 3), torch.arange(2)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    args, kwargs = engine(
+        dict(a=[x, (n, x.double())], b="text"), Point(x, n), transformers.BatchEncoding(dict(a=x, b=n)), packed, None, x.bool(),
+        output=BaseModelOutput(last_hidden_state=x), default=collections.defaultdict(list, a=[x]))
+    nested, point, encoding, sequence, none, mask = args
+    assert nested["a"][0].dtype == nested["a"][1][1].dtype == torch.bfloat16
+    assert nested["a"][1][0].dtype == torch.int64 and nested["b"] == "text" and type(nested["a"][1]) is tuple
+    assert type(point) is Point and point.x.dtype == torch.bfloat16 and point.y.dtype == torch.int64
+    assert type(encoding) is transformers.BatchEncoding and (encoding.a.dtype, encoding.b.dtype) == (torch.bfloat16, torch.int64)
+    assert type(sequence) is type(packed) and sequence.data.dtype == torch.bfloat16 and torch.equal(sequence[1], packed[1])
+    assert none is None and mask.dtype == torch.bool
+    output, default = kwargs["output"], kwargs["default"]
+    assert type(output) is BaseModelOutput and output.last_hidden_state.dtype == output[0].dtype == torch.bfloat16
+    assert type(default) is collections.defaultdict and default["a"][0].dtype == torch.bfloat16
+    assert x.dtype == torch.float32  # the user's own is as it was
+    # a model whose output has the loss; the batch is transformers' own
+    model = build("bert", dtype=torch.float32)
+    engine = build_engine("zero2", model, precision="bf16", lr=0.01)
+    batch = transformers.BatchEncoding(share(global_batch("bert", 8, 0)[0]))
+    losses = []
+    for _ in range(8):
+        losses.append(engine.forward_backward(batch, 2).item())
+        engine.step()
+    assert losses[-1] < losses[0] and model(**batch).logits.dtype == torch.bfloat16
+
+
+def test_inputs_are_cast_in_their_containers(pool):
+    pool.run(2, inputs)
