@@ -16,7 +16,7 @@ alone, so only r needs that slice's fp32 master weights and moments (stage 1), a
         bucket   | weight 9          | bias 9 | weight 8                     | bias 8 |.. |    .. padding
         slices   |       rank 0           |       rank 1           |      rank 2          |
 
-    1. forward        reading a weight waits until its bucket has been gathered (4).
+    1. forward        touching a weight waits until its bucket has been gathered (4).
     2. backward       when all gradients of a bucket are there, they are copied into one flat tensor and reduce-scattered:
                       rank r receives the sum of slice r. Stage 1 does so in the last micro-batch, stage 2 in every one, adds
                       to its slice, and frees the flat tensor.
@@ -34,9 +34,11 @@ the model) stays as it is. Frozen parameters are cast too. Flattening makes para
 `offload=True` keeps masters, moments and gradient slices in host memory. Backward only copies slices there; Adam runs on the
 CPU, bucket by bucket, and one bucket's new weights travel to the GPU while the next is updated.
 
-A Parameter that you keep in a list of your own is read behind the engine's back: between `step` and the next forward, call
-`engine.wait_for_weights()` first. Reading through a module (`model.fc.weight`, `model.parameters()`, `model.state_dict()`)
-waits by itself. All ranks must make the same calls, with the same number of micro-batches. Left out: sparse gradients, complex
+Whoever touches a Parameter while its weights are on their way waits for them (class Pending), be it a module, your own
+code between two steps, or an average of the weights that you keep. What reads weights without a Python call does not: TorchScript
+modules and compiled code, for which forward waits for all.
+
+All ranks must make the same calls, with the same number of micro-batches. Left out: sparse gradients, complex
 parameters, models spread over several devices (refused by name), and an order of buckets other than that of the parameters
 backwards. Not here yet, and an error that says so: capture.
 
@@ -103,6 +105,8 @@ class Bucket:
     summing: "SliceSum | None" = None  # the reduce-scatter in flight
     gathering: "SliceGather | None" = None  # the gather in flight
     landed: "Fence | None" = None  # offload: the copy into `landing`
+    kinds: dict[int, type] = dataclasses.field(default_factory=dict)  # while gathering: what the parameters' classes are
+    pending: dict[type, type] = dataclasses.field(default_factory=dict)  # and what they are until then
     adds_up: bool = False  # that copy is to be added to `shard`
     bytes_in_flight: int = 0
 
@@ -176,21 +180,13 @@ class Zero:
         self._in_flight: list[Bucket] = []
         self._in_flight_bytes = self._held_bytes = 0  # of what is being sent; of gradients that wait for their bucket
         self._reduced = False  # the shards hold sums over the ranks
-        self._read: set[int] = set()  # parameters that the last forward read by name
-        self._in_forward = False
-        self._compiled = False  # has torch.compile looked at the weights? Its code reads them without asking
-        # What a module also keeps in a list or dict of its own, as torch's LSTM does, is never counted as read by name.
-        self._listed = {self._index[p] for m in model.modules() for kept in vars(m).values() if kept is not vars(m)["_parameters"]
-                        for p in (kept.values() if isinstance(kept, dict) else kept if isinstance(kept, (list, tuple)) else ())
-                        if isinstance(p, nn.Parameter) and p in self._index}
+        # Compiled code reads weights without asking: once torch.compile has been seen at work, forward waits for all.
+        self._asks_nobody = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
         hooks = [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
                  for i, p in enumerate(self.params)]
-        hooks += [model.register_forward_pre_hook(lambda *_: self._begin_forward()),
-                  model.register_forward_hook(lambda *_: self._end_forward(), always_call=True)]
-        asking = [WaitingDict(vars(module)["_parameters"], self) for module in model.modules()]
-        for module, parameters in zip(model.modules(), asking):
-            vars(module)["_parameters"] = parameters
-        ENGINES[model] = [*(hook.remove for hook in hooks), *undo_casts, *(parameters.retire for parameters in asking)]
+        hooks.append(model.register_forward_pre_hook(torch.compiler.disable(
+            lambda *_: self.wait_for_weights() if self._asks_nobody else None)))
+        ENGINES[model] = [self.wait_for_weights, *(hook.remove for hook in hooks), *undo_casts]
         self.zero_grad()  # gradients from before belong to nobody
         self._sent = {}  # what construction sent is no step's
 
@@ -343,35 +339,6 @@ class Zero:
     def __call__(self, *args, **kwargs):
         return self._model(*cast(args, self.half), **cast(kwargs, self.half))
 
-    def _about_to_read(self, param: nn.Parameter) -> None:
-        """A module's parameter was looked up by name (class WaitingDict)."""
-        if torch.compiler.is_compiling():
-            if not torch.compiler.is_dynamo_compiling():  # torch.compile itself looks, and is not just following this code
-                self._compiled = True
-                self.wait_for_weights()
-            return
-        index = self._index.get(param)
-        if index is not None:
-            if self._in_forward and index not in self._listed:
-                self._read.add(index)
-            bucket = self.buckets[self._bucket_of[index]]
-            if bucket.gathering is not None:
-                self._wait_for_gather(bucket)
-
-    def _begin_forward(self) -> None:
-        """What the last forward did not read by name, it may have read otherwise, as torch's LSTM does from a list of its own: wait
-        for that now. Outside training, where torch.compile is at work, and the first time: wait for all."""
-        if self._compiled or not (self._model.training and torch.is_grad_enabled()):
-            self.wait_for_weights()
-        for bucket in self.buckets:
-            if bucket.gathering is not None and not self._read.issuperset(bucket.views):
-                self._wait_for_gather(bucket)
-        self._read.clear()
-        self._in_forward = True
-
-    def _end_forward(self) -> None:
-        self._in_forward = False
-
     def wait_for_weights(self) -> None:
         """Wait for every weight that the last `step` updated: under NCCL the current stream does, under gloo this thread."""
         for bucket in self.buckets:
@@ -380,7 +347,21 @@ class Zero:
 
     def _wait_for_gather(self, bucket: Bucket) -> None:
         gathering, bucket.gathering = bucket.gathering, None
+        for i, kind in bucket.kinds.items():
+            self.params[i].__class__ = kind
+        bucket.kinds = {}
         gathering.wait()
+        if torch.compiler.is_compiling():
+            self._asks_nobody = True
+
+    def _mark_pending(self, bucket: Bucket) -> None:
+        """From here on, whoever touches a parameter of this bucket waits first (class Pending)."""
+        bucket.kinds = {i: type(self.params[i]) for i in bucket.views}
+        for i, kind in bucket.kinds.items():
+            if kind not in bucket.pending:
+                bucket.pending[kind] = type("Pending" + kind.__name__, (Pending, kind), {
+                    "wait": staticmethod(lambda: self._wait_for_gather(bucket) if bucket.gathering is not None else None)})
+            self.params[i].__class__ = bucket.pending[kind]
 
     def forward_backward(self, batch, micro_batches: int = 1, loss_fn=None, weight=None) -> Tensor:
         """Forward and backward over this rank's `batch` in `micro_batches` pieces, with the reduction. Returns the
@@ -664,6 +645,7 @@ class Zero:
             bucket.gathering = SliceGather(self, bucket.weights, tag=len(self.buckets) + part)
             if self._side and self.world_size == 1:
                 bucket.gathering = Fence(self._side)
+        self._mark_pending(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard what has accumulated since the last step. `step` does so itself; calling it again is harmless."""
@@ -824,173 +806,45 @@ class Zero:
         return tensor
 
 
-def cast(x, dtype: torch.dtype | None):
-    """The floating tensors in nested containers in another dtype; everything else, and the containers' types, as they are."""
-    if dtype is None:
-        return x
-    if isinstance(x, Tensor):
-        return x.to(dtype) if x.is_floating_point() else x
-    if isinstance(x, Mapping):  # transformers' BatchEncoding and ModelOutput are more than dicts
-        new = copy.copy(x) if isinstance(x, MutableMapping) else dict(x)
-        for key, value in x.items():
-            new[key] = cast(value, dtype)
-        return new
-    if isinstance(x, (tuple, list)):
-        return getattr(type(x), "_make", type(x))(cast(v, dtype) for v in x)
-    return x
-
-
-def to_fp32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before a module with running statistics: it computes in the dtype of its parameters ..."""
-    floating = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
-    module.__dict__.setdefault("_given", []).append(floating[0] if floating else None)
-    return cast(args, torch.float32), cast(kwargs, torch.float32)
-
-
-def back_to_given(module: nn.Module, args: tuple, output):
-    """... and after it: it hands on what it was given."""
-    return cast(output, module.__dict__["_given"].pop())
-
-
 def wait(work) -> None:
     """Wait for a collective, if there is one: on one rank there is not."""
     if work is not None:
         work.wait()
 
 
-# ---- the two collectives of slices -----------------------------------------------------------------------------------
+# ---- who touches a weight that is on its way waits for it -------------------------------------------------------------
 
 
-class SliceSum:
-    """Reduce-scatter of `flat` (N*S,), in place: `wait` returns rank r's slice (S,) of it, summed over the ranks.
+class Pending:
+    """Stands in the class of a parameter whose new weights are on their way: any torch function that gets the parameter waits,
+    gives it its own class back, and goes on. It matters not who calls: a module, its parent, an LSTM with a list of its
+    own, a penalty on the weights, a copy for an average of them. What only asks for shape, dtype or `.grad` need not wait."""
 
-    NCCL has it. gloo's reduce_scatter sends as much as an all-reduce, so there each rank sends slice s straight to rank s and
-    adds up what it receives: (N-1)/N of the bytes, the sum rounded once.
-    """
+    wait = None  # of each bucket's own subclass
 
-    def __init__(self, engine: Zero, flat: Tensor, tag: int):
-        n, r = engine.world_size, engine.rank
-        slices = flat.view(n, -1)
-        self.own, self.works, self.received = slices[r], [], None
-        if n == 1:
-            return
-        engine._count("reduce_scatter", (n - 1) * self.own.numel() * flat.element_size())
-        # before: rank r holds flat_r, its own gradients times share and scale.  after: slice r of it is sum_q flat_q[slice r].
-        # sends: (N-1)/N of flat's bytes per rank, while autograd computes the earlier layers; `wait` comes when room is needed.
-        if not engine.by_hand:
-            self.works = [dist.reduce_scatter_tensor(self.own, flat, group=engine.group, async_op=True)]
-            return
-        self.received = torch.empty(n - 1, self.own.numel(), dtype=flat.dtype, device="cpu")
-        for k in range(1, n):
-            self.works += [dist.irecv(as_bytes(self.received[k - 1]), group=engine.group, group_src=(r - k) % n, tag=tag),
-                           dist.isend(as_bytes(slices[(r + k) % n].cpu()), group=engine.group, group_dst=(r + k) % n, tag=tag)]
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in NO_WEIGHTS_READ:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        for kind in types:
+            if issubclass(kind, Pending):
+                kind.wait()
+        return function(*args, **(kwargs or {}))
 
-    @staticmethod
-    def extra_bytes(engine: Zero, flat_bytes: int) -> int:
-        """What it needs beside `flat` until `wait`."""
-        return flat_bytes * (engine.world_size - 1) // engine.world_size if engine.by_hand else 0
+    def __deepcopy__(self, memo):
+        self.wait()  # and now it is a plain parameter again
+        return copy.deepcopy(self, memo)
 
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        if self.received is not None:
-            for own, *others in zip(*(part.to(self.own.device).split(2**14) for part in (self.own, *self.received))):
-                total = own.to(torch.promote_types(own.dtype, torch.float32))  # `own` itself where that is its dtype
-                for other in others:
-                    total += other
-                own.copy_(total)
-        return self.own
+    def __reduce_ex__(self, protocol):
+        self.wait()
+        return self.__reduce_ex__(protocol)
 
 
-class SliceGather:
-    """All-gather of `flat` (N*S,), in place: after `wait` all slices are those of their owners."""
-
-    def __init__(self, engine: Zero, flat: Tensor, tag: int):
-        n, r = engine.world_size, engine.rank
-        slices, self.works, self.received = flat.view(n, -1), [], []
-        if n == 1:
-            return
-        engine._count("all_gather", (n - 1) * slices[r].numel() * flat.element_size())
-        # before: of flat, only slice r is up to date on rank r.  after: all of it.
-        # sends: (N-1)/N of flat's bytes per rank, during the first layers of the next forward; whoever reads a weight waits.
-        if not engine.by_hand:
-            self.works = [dist.all_gather_into_tensor(flat, slices[r], group=engine.group, async_op=True)]
-            return
-        sent = as_bytes(slices[r].cpu())
-        for k in range(1, n):
-            place = slices[(r - k) % n]
-            received = place if place.device.type == "cpu" else torch.empty_like(place, device="cpu")
-            self.received.append((place, received))
-            self.works += [dist.irecv(as_bytes(received), group=engine.group, group_src=(r - k) % n, tag=tag),
-                           dist.isend(sent, group=engine.group, group_dst=(r + k) % n, tag=tag)]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        for place, received in self.received:
-            if place is not received:
-                place.copy_(received)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """gloo does not know every dtype, and sending needs none."""
-    return x.view(torch.uint8)
-
-
-class Fence:
-    """A place in a CUDA stream; without a stream, on CPUs, there is nothing to wait for."""
-
-    def __init__(self, stream: "torch.cuda.Stream | None"):
-        self.event = stream.record_event() if stream else None
-
-    def wait(self) -> None:
-        """The current stream goes on when the other has come here."""
-        if self.event:
-            self.event.wait()
-
-    def wait_on_host(self) -> None:
-        if self.event:
-            self.event.synchronize()
-
-
-class WaitingDict(dict):
-    """A module's parameters by name, `module._parameters`. Whoever looks one up waits until its weights are there, be it the
-    module's own forward, another module's, or a user between two steps."""
-
-    def __init__(self, parameters: dict, engine: Zero):
-        super().__init__(parameters)
-        self.engine = engine
-
-    def retire(self) -> None:
-        """A newer engine has taken the model over."""
-        self.engine = None
-
-    def __getitem__(self, name: str):
-        param = super().__getitem__(name)
-        if param is not None and self.engine is not None:
-            self.engine._about_to_read(param)
-        return param
-
-    def get(self, name: str, default=None):
-        return self[name] if name in self else default
-
-    def __iter__(self):  # of its own, so that dict(self) asks, too
-        return super().__iter__()
-
-    def _all(self) -> None:
-        for name in self:
-            self[name]
-
-    def items(self):
-        self._all()
-        return super().items()
-
-    def values(self):
-        self._all()
-        return super().values()
-
-    def __reduce_ex__(self, protocol):  # deepcopy and pickle get a plain dict
-        return dict, (dict(self),)
+NO_WEIGHTS_READ = {getattr(Tensor, name).__get__ for name in (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "itemsize", "nbytes")}
+NO_WEIGHTS_READ |= {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.stride,
+                    Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__}
 
 
 # ---- shared blocks: the same text in every strategy file -------------------------------------------------------------
@@ -1101,6 +955,130 @@ def storage_bytes(tensors) -> dict[str, int]:
         total[str(device)] = total.get(str(device), 0) + n_bytes
     return total
 # <<< shared block: fragments
+
+
+# >>> shared block: casts
+def cast(x, dtype: torch.dtype | None):
+    """The floating tensors in nested containers in another dtype; everything else, and the containers' types, as they are."""
+    if dtype is None:
+        return x
+    if isinstance(x, Tensor):
+        return x.to(dtype) if x.is_floating_point() else x
+    if isinstance(x, Mapping):  # transformers' BatchEncoding and ModelOutput are more than dicts
+        new = copy.copy(x) if isinstance(x, MutableMapping) else dict(x)
+        for key, value in x.items():
+            new[key] = cast(value, dtype)
+        return new
+    if isinstance(x, (tuple, list)):
+        return getattr(type(x), "_make", type(x))(cast(v, dtype) for v in x)
+    return x
+
+
+def to_fp32(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before a module with running statistics: it computes in the dtype of its parameters ..."""
+    floating = [x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+    module.__dict__.setdefault("_given", []).append(floating[0] if floating else None)
+    return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+
+def back_to_given(module: nn.Module, args: tuple, output):
+    """... and after it: it hands on what it was given."""
+    return cast(output, module.__dict__["_given"].pop())
+# <<< shared block: casts
+
+
+# >>> shared block: slices
+class SliceSum:
+    """Reduce-scatter of `flat` (N*S,), in place: `wait` returns rank r's slice (S,) of it, summed over the ranks.
+
+    NCCL has it. gloo's reduce_scatter sends as much as an all-reduce, so there each rank sends slice s straight to rank s and
+    adds up what it receives: (N-1)/N of the bytes, the sum rounded once.
+    """
+
+    def __init__(self, engine, flat: Tensor, tag: int):
+        n, r = engine.world_size, engine.rank
+        slices = flat.view(n, -1)
+        self.own, self.works, self.received = slices[r], [], None
+        if n == 1:
+            return
+        engine._count("reduce_scatter", (n - 1) * self.own.numel() * flat.element_size())
+        # before: rank r holds flat_r, its own gradients times share and scale.  after: slice r of it is sum_q flat_q[slice r].
+        # sends: (N-1)/N of flat's bytes per rank, while autograd computes the earlier layers; `wait` comes when room is needed.
+        if not engine.by_hand:
+            self.works = [dist.reduce_scatter_tensor(self.own, flat, group=engine.group, async_op=True)]
+            return
+        self.received = torch.empty(n - 1, self.own.numel(), dtype=flat.dtype, device="cpu")
+        for k in range(1, n):
+            self.works += [dist.irecv(as_bytes(self.received[k - 1]), group=engine.group, group_src=(r - k) % n, tag=tag),
+                           dist.isend(as_bytes(slices[(r + k) % n].cpu()), group=engine.group, group_dst=(r + k) % n, tag=tag)]
+
+    @staticmethod
+    def extra_bytes(engine, flat_bytes: int) -> int:
+        """What it needs beside `flat` until `wait`."""
+        return flat_bytes * (engine.world_size - 1) // engine.world_size if engine.by_hand else 0
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        if self.received is not None:
+            for own, *others in zip(*(part.to(self.own.device).split(2**14) for part in (self.own, *self.received))):
+                total = own.to(torch.promote_types(own.dtype, torch.float32))  # `own` itself where that is its dtype
+                for other in others:
+                    total += other
+                own.copy_(total)
+        return self.own
+
+
+class SliceGather:
+    """All-gather of `flat` (N*S,), in place: after `wait` all slices are those of their owners."""
+
+    def __init__(self, engine, flat: Tensor, tag: int):
+        n, r = engine.world_size, engine.rank
+        slices, self.works, self.received = flat.view(n, -1), [], []
+        if n == 1:
+            return
+        engine._count("all_gather", (n - 1) * slices[r].numel() * flat.element_size())
+        # before: of flat, only slice r is up to date on rank r.  after: all of it.
+        # sends: (N-1)/N of flat's bytes per rank, during the first layers of the next forward; whoever reads a weight waits.
+        if not engine.by_hand:
+            self.works = [dist.all_gather_into_tensor(flat, slices[r], group=engine.group, async_op=True)]
+            return
+        sent = as_bytes(slices[r].cpu())
+        for k in range(1, n):
+            place = slices[(r - k) % n]
+            received = place if place.device.type == "cpu" else torch.empty_like(place, device="cpu")
+            self.received.append((place, received))
+            self.works += [dist.irecv(as_bytes(received), group=engine.group, group_src=(r - k) % n, tag=tag),
+                           dist.isend(sent, group=engine.group, group_dst=(r + k) % n, tag=tag)]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for place, received in self.received:
+            if place is not received:
+                place.copy_(received)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """gloo does not know every dtype, and sending needs none."""
+    return x.view(torch.uint8)
+
+
+class Fence:
+    """A place in a CUDA stream; without a stream, on CPUs, there is nothing to wait for."""
+
+    def __init__(self, stream: "torch.cuda.Stream | None"):
+        self.event = stream.record_event() if stream else None
+
+    def wait(self) -> None:
+        """The current stream goes on when the other has come here."""
+        if self.event:
+            self.event.wait()
+
+    def wait_on_host(self) -> None:
+        if self.event:
+            self.event.synchronize()
+# <<< shared block: slices
 
 
 # >>> shared block: loss scale

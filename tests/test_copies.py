@@ -8,7 +8,9 @@ from models import ENGINES
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # lines, comments included
 BUDGET = {"launch": 50, "failures": 30, "adam": 152, "adam library": 40, "loss scale": 40, "fragments": 50, "batch": 55,
-          "pieces": 60, "meeting": 50, "checkpoint": 145, "checkpoint files": 136, "full state": 105}
+          "pieces": 60, "meeting": 50, "checkpoint": 145, "checkpoint files": 136, "full state": 105,
+          "casts": 30, "slices": 110}
+SOME = {"casts", "slices"}  # only where weights are cast, or sharded
 FILES = sorted({f"{module}.py" for module, _, _ in ENGINES.values()})
 
 
@@ -39,7 +41,7 @@ def test_budgets(file):
     text = (ROOT / file).read_text()
     found = {name: body.count("\n") for name, body in blocks(text).items()}
     assert text.count("# >>> shared block") == text.count("# <<< shared block") == len(found)
-    assert found.keys() == BUDGET.keys()
+    assert BUDGET.keys() - SOME <= found.keys() <= BUDGET.keys()
     assert {n: lines for n, lines in found.items() if lines > BUDGET[n]} == {}
 
 
