@@ -2,7 +2,7 @@
 
 Compared: one process in float64 at 1e-10 (as test_contract.py, which asks every strategy the same), plain runs without offload
 bit for bit, event logs of the collectives of slices, live storages with the formulas of the docstring. What has not been waited
-for is NaN here, so that nobody reads it unnoticed. One to four CPU ranks; about 60 s, the sweep 120 more (needs timm).
+for is NaN here, so that nobody reads it unnoticed. One to four CPU ranks; about 70 s, the sweep 500 more (needs timm).
 """
 import collections
 import contextlib
@@ -136,7 +136,7 @@ class Hidden(nn.Module):
 
 
 class CompiledInside(nn.Module):
-    """A compiled method: no module shows that it is. `turns`: compiled and not in turn."""
+    """A compiled method: no module shows that it is. `turns`: compiled in some calls, not in others."""
 
     def __init__(self, turns=False):
         super().__init__()
@@ -150,7 +150,7 @@ class CompiledInside(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.turns and self.calls % 2:
+        if self.turns and self.calls in (1, 2, 5):
             return self.leave(torch.tanh(self.enter(x)) * self.scale)
         return self.inner(x)
 
@@ -165,7 +165,7 @@ OWN = {
     "attention": Attention, "lstm": Recurrent, "tied by hand": TiedByHand, "branches": Branches, "hidden": Hidden,
     "hidden, then by name": lambda: Hidden(by_name=True), "hidden in turn": lambda: Hidden(turns=True),
     "compiled inside": CompiledInside, "compiled in turn": lambda: CompiledInside(turns=True),
-    "parametrized": lambda: normed_weights(True), "weight norm": lambda: normed_weights(False),
+    "extension": lambda: Extended(), "parametrized": lambda: normed_weights(True), "weight norm": lambda: normed_weights(False),
 }
 
 
@@ -232,13 +232,42 @@ def test_whoever_calls_the_model_waits(pool, call):
 
 @pytest.mark.parametrize("call", ["engine", "compiled and warm"])
 def test_compiled_methods_wait(pool, call):
-    pool.run(2, nobody_reads_too_early, "zero2", ["compiled inside", "compiled in turn"], call, limit_s=120)
+    pool.run(2, nobody_reads_too_early, "zero2", ["compiled inside", "compiled in turn"], call, steps=7, limit_s=120)
 
 
 @pytest.mark.parametrize("how", [dict(penalty=True), dict(peek=True)])
 def test_reads_outside_forward_do_not_count(pool, how):
     """A weight that forward takes from a list, and that something else reads by name, too: memory(), an L2 term in the loss."""
     pool.run(2, nobody_reads_too_early, "zero2", ["lstm", "hidden"], **how)
+
+
+class Extension(torch.autograd.Function):
+    """x @ w.T as a C++ extension does it that takes tensors through pybind: it asks no tensor's class."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        with torch._C.DisableTorchFunctionSubclass():
+            return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+class Extended(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.leave(Extension.apply(x, self.enter.weight))
+
+
+@pytest.mark.xfail(reason="a C++ extension reads a weight whose gather has not been waited for", strict=True)
+def test_extensions_wait(pool):
+    pool.run(2, nobody_reads_too_early, "zero2", ["extension"])
 
 
 def reentrant(bucket_mb):
