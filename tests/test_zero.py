@@ -395,8 +395,8 @@ def sum_log(name, k):
     log, real = [], zero.SliceSum
 
     class LoggedSum(real):
-        def __init__(self, engine, flat, tag):
-            super().__init__(engine, flat, tag)
+        def __init__(self, engine, flat, tag, *more):
+            super().__init__(engine, flat, tag, *more)
             log.append((next(i for i, b in enumerate(engine.buckets) if b.grads is flat), tag))
 
     zero.SliceSum = LoggedSum
