@@ -5,38 +5,44 @@ alone, so only r needs that slice's fp32 master weights and moments (stage 1), a
 
                  rank 0      rank 1      bytes per rank; Ψ parameters, N ranks, half precision
     weights      [ A | B ]   [ A | B ]   2Ψ        bf16 or fp16, what forward and backward compute with
-    master, m, v [ A |   ]   [   | B ]   12Ψ/N     fp32 weights and Adam's two moments
+    master, m, v [ A |   ]   [   | B ]   12Ψ/N     fp32 weights and Adam's two moments (fp32 models: 8Ψ/N, weights are masters)
     grads, 1     [ A | B ]   [ A | B ]   2Ψ        stage 1: whole gradients, the own slice summed over the ranks
     grads, 2     [ A |   ]   [   | B ]   2Ψ/N      stage 2: the own slice, 4Ψ/N where several micro-batches add up in fp32,
-                                                   and two buckets on their way
-    BERT-base (Ψ = 109.5e6), N = 8: stage 1 602 MB, stage 2 411 MB and 2 x 25 MiB, where ddp.py has 1.75 GB.
+                                                   and room for two buckets on their way
+    BERT-base (Ψ = 109.5e6), N = 8: stage 1 602 MB, stage 2 411 MB and two buckets, where ddp.py has 16Ψ = 1.75 GB. A bucket
+    takes 25 MiB, or one parameter that is larger: here the word embeddings' 45 MiB.
 
     A bucket is a stretch of parameters and is cut into N equal slices; a parameter may lie across two of them:
 
         bucket   | weight 9          | bias 9 | weight 8                     | bias 8 |.. |    .. padding
         slices   |       rank 0           |       rank 1           |      rank 2          |
 
-    1. forward        touching a weight waits until its bucket has been gathered (4).
-    2. backward       when all gradients of a bucket are there, they are copied into one flat tensor and reduce-scattered:
-                      rank r receives the sum of slice r. Stage 1 does so in the last micro-batch, stage 2 in every one, adds
-                      to its slice, and frees the flat tensor.
+    reduce-scatter: every rank brings N slices, rank r leaves with the sum of all slices r.
+    all-gather:     every rank brings one slice and leaves with all N.
+
+    1. forward        whoever touches a weight waits until its bucket has been gathered (4).
+    2. backward       gradients are copied into the flat tensor of their bucket; when all are there it is reduce-scattered, while
+                      autograd goes on. Stage 1 does so in the last micro-batch, after adding up in the weights' dtype. Stage 2
+                      does so in every one, adds to its slice, and uses the flat tensor again for the next bucket but one.
     3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam on the own slices.
     4. gather         each bucket's slices go to everybody, those that forward needs first; nobody waits for it yet.
 
-    Bytes sent per rank and step, half precision: (N-1)/N * 2Ψ for each reduce-scatter and for the gather. That is what
-    DDP's all-reduce sends, cut in two, with Adam between the halves. Stage 2 with k micro-batches: k reduce-scatters.
-    BERT-base on 8 ranks: 383 MB a step in bf16, 766 MB in fp32, where the weights are their own masters.
+    Bytes sent per rank and step, half precision: (N-1)/N * 2Ψ for the reduce-scatters of a backward, all buckets together, and
+    as much for the gathers: what DDP's all-reduce sends, cut in two, with Adam between the halves. Stage 2 with k
+    micro-batches: k reduce-scatters of each bucket. BERT-base on 8 ranks: 383 MB a step in bf16, 766 MB in fp32.
 
 Modules with running statistics (BatchNorm) keep parameters and buffers in fp32, their inputs and outputs are cast around
 them. Other floating buffers are cast with the parameters if they are in the state dict; what is not (tables computed by
 the model) stays as it is. Frozen parameters are cast too. Flattening makes parameters contiguous.
 
-`offload=True` keeps masters, moments and gradient slices in host memory. Backward only copies slices there; Adam runs on the
-CPU, bucket by bucket, and one bucket's new weights travel to the GPU while the next is updated.
+`offload=True` keeps masters, moments and gradient slices in host memory: 12Ψ/N, 2Ψ/N for what travels, 4Ψ/N more where micro-
+batches add up. Backward only copies slices there; Adam runs on the CPU, bucket by bucket, and one bucket's new weights travel
+to the GPU while the next is updated.
 
-Whoever touches a Parameter while its weights are on their way waits for them (class Pending), be it a module, your own
-code between two steps, or an average of the weights that you keep. What reads weights without a Python call does not: TorchScript
-modules and compiled code, for which forward waits for all.
+A module waits for its own parameters as it begins; whoever else touches a Parameter whose weights are on their way waits, too
+(class Pending): a parent, your own code between two steps, an average of the weights that you keep. What reads weights without
+any torch function cannot be seen: for TorchScript and compiled code forward waits for all; for a view that you took before
+the step, or a C++ extension that is given another module's weight, call `wait_for_weights` or use overlap_gather=False.
 
 All ranks must make the same calls, with the same number of micro-batches. Left out: sparse gradients, complex
 parameters, models spread over several devices (refused by name), and an order of buckets other than that of the parameters
@@ -82,7 +88,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ALIGN = 8  # elements: parameters and slices start on 16 bytes in half precision, so 16-byte accesses fit
-ENGINES = weakref.WeakKeyDictionary()  # model -> what undoes its engine's hooks; a new engine for the same model does so
+# Gradients of so many elements are copied into their bucket as they come, which frees autograd's copy; smaller ones all
+# at once when the bucket is complete, which saves a kernel launch for each.
+COPY_NUMEL = 2**15
+ENGINES = weakref.WeakKeyDictionary()  # model -> its engine's `_let_go`, weakly; a new engine for the same model calls it
 HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,30 +107,32 @@ class Bucket:
     master: Tensor  # (S,); the own slice of `weights` itself where that is precise enough
     shard: Tensor | None = None  # (S,) gradient of the own slice; in stage 1 a part of `grads`, offloaded in host memory
     grads: Tensor | None = None  # (N*S,) gradients of this rank: always there in stage 1, in stage 2 from filling to sending
+    flat: Tensor | None = None  # stage 2: one of the two tensors for that, of which `grads` is the beginning
     landing: Tensor | None = None  # (S,) offload: where slices land in host memory, and from where new weights leave it
-    pieces: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # the optimizer's share; place in the slice
+    owned: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # the optimizer's part; place in the slice
     missing: int = 0  # gradients of this backward that have not arrived yet
-    sent: bool = False  # in this backward
+    launched: bool = False  # in this backward
     summing: "SliceSum | None" = None  # the reduce-scatter in flight
-    gathering: "SliceGather | None" = None  # the gather in flight
+    gathering: "SliceGather | Fence | None" = None  # the gather in flight
+    classes: dict[int, type] = dataclasses.field(default_factory=dict)  # while gathering: the parameters' own classes, by index
+    stand_ins: dict[type, type] = dataclasses.field(default_factory=dict)  # own class -> its subclass of Pending, made once
     landed: "Fence | None" = None  # offload: the copy into `landing`
-    kinds: dict[int, type] = dataclasses.field(default_factory=dict)  # while gathering: what the parameters' classes are
-    pending: dict[type, type] = dataclasses.field(default_factory=dict)  # and what they are until then
-    adds_up: bool = False  # that copy is to be added to `shard`
-    bytes_in_flight: int = 0
+    adds_up: bool = False  # what has landed is to be added to `shard`, not to replace it
 
 
 class Zero:
     """ZeRO-1 or ZeRO-2 training of `model` with Adam; see the file's docstring for the idea and the list of steps.
 
     params: None for all parameters, or param groups as any torch optimizer takes them. A parameter that is in no group is
-    not trained. precision: "fp32" leaves the model as it is, its weights being their own masters; "bf16" and "fp16" cast
-    it and keep fp32 masters, fp16 with a dynamic loss scale. max_norm: clip to this global L2 norm, 0 for off. stage: 1
-    or 2. offload: optimizer and gradient slices in host memory. bucket_mb: capacity of the buckets in MiB of weights;
-    stage 2 has room for two of them. overlap_gather: False makes `step` wait for the gathered weights. initial_scale,
-    growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale. group: the process group to shard over,
-    None for all ranks (or a single process without any group).
-    Parameters and buffers are broadcast from the group's first rank, so models may be built with different seeds.
+    not trained; set its requires_grad to False, or it gathers gradients for nobody. precision: "fp32" leaves the model as it
+    is, its weights being their own masters; "bf16" and "fp16" cast it and keep fp32 masters, fp16 with a dynamic loss
+    scale. max_norm: clip to this global L2 norm, 0 for off. stage: 1 or 2. offload: optimizer and gradient slices in host
+    memory. bucket_mb: capacity of the buckets in MiB of weights (a larger parameter has one for itself); stage 2 has room for
+    two of the largest. overlap_gather: False makes `step` wait for the gathered weights. initial_scale, growth_interval,
+    min_scale, max_scale: of fp16's loss scale, see LossScale. group: the process group to shard over, None for all ranks
+    (or a single process without any group).
+    Parameters and buffers are broadcast from the group's first rank, so models may be built with different seeds. An engine
+    built on the model of another Zero takes it over, with its masters.
     Raises ValueError where ranks bring different models, parameters live on several devices, or an argument is wrong.
     """
 
@@ -139,16 +150,15 @@ class Zero:
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) != 1:
             raise ValueError(f"the model must live on one device, found {sorted(map(str, devices)) or 'no parameters'}")
-        for undo in ENGINES.pop(model, ()):
-            undo()
         self._model, self.device, self.group = model, devices.pop(), group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        self.by_hand = self.world_size > 1 and dist.get_backend(group) == "gloo"  # see SliceSum
+        backends = dist.get_backend(group) if self.world_size > 1 else ""
+        self.by_hand = self.world_size > 1 and backends != "nccl" and f"{self.device.type}:nccl" not in backends  # see SliceSum
         self.half, self.stage, self.offload, self.overlap_gather = HALF[precision], stage, offload, overlap_gather
         self.bucket_bytes, self.buckets = bucket_mb * 2**20, []
         self.traffic: dict[str, int] = {}  # bytes that this rank sent in the last step, by collective
-        self._sent: dict[str, int] = {}  # the same, of the step that is under way
+        self._sent_bytes: dict[str, int] = {}  # the same, of the step that is under way
 
         self.scaler = LossScale(self.device, initial_scale if precision == "fp16" else 1.0, precision == "fp16",
                                 growth_interval, min_scale, max_scale)
@@ -162,6 +172,8 @@ class Zero:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self._check_same_model((precision, stage, offload, bucket_mb, max_norm, adamw, initial_scale, growth_interval,
                                 min_scale, max_scale, bool(self.optimizer.cuda)))
+        if (let_go := ENGINES.pop(model, lambda: None)()) is not None:
+            let_go()
         # before: every rank has its own initial values.  after: all have those of the group's first rank.
         # sends: each tensor once, at construction only (not in `traffic`); everybody waits.
         for t in (*model.parameters(), *model.buffers()):
@@ -170,7 +182,7 @@ class Zero:
         self._side = torch.cuda.Stream(self.device) if offload and self.device.type == "cuda" else None
         self._pinned = True  # until the system refuses it
         self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-        undo_casts = self._cast_model()
+        hooks = self._cast_model()
         self._lay_out_buckets()
         self._lay_out_running_statistics()
         self._sync = True  # False inside no_sync
@@ -178,49 +190,53 @@ class Zero:
         self._arrived = [False] * len(self.params)  # in this backward
         self._launched = 0  # buckets of this backward whose reduce-scatter has been issued
         self._in_flight: list[Bucket] = []
-        self._in_flight_bytes = self._held_bytes = 0  # of what is being sent; of gradients that wait for their bucket
         self._reduced = False  # the shards hold sums over the ranks
         # Compiled code reads weights without asking: once torch.compile has been seen at work, forward waits for all.
         self._asks_nobody = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
-        hooks = [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
-                 for i, p in enumerate(self.params)]
-        hooks.append(model.register_forward_pre_hook(torch.compiler.disable(
-            lambda *_: self.wait_for_weights() if self._asks_nobody else None)))
-        ENGINES[model] = [self.wait_for_weights, *(hook.remove for hook in hooks), *undo_casts]
+        hooks += [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
+                  for i, p in enumerate(self.params)]
+        # functions, not bound methods: a deepcopy of the model would copy the engine with those
+        hooks += [m.register_forward_pre_hook(lambda m, _: self._before_module(m)) for m in model.modules() if m._parameters]
+        hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._before_model()), prepend=True))
+        self._hooks = hooks
+        ENGINES[model] = weakref.WeakMethod(self._let_go)
         self.zero_grad()  # gradients from before belong to nobody
-        self._sent = {}  # what construction sent is no step's
+        self._sent_bytes = {}  # what construction sent is no step's
 
     # ---- 0. before training: who holds what --------------------------------------------------------------------------
 
     def _cast_model(self) -> list:
         """Decide the dtype that each trained parameter will have in its bucket; cast what has none, frozen parameters and
-        buffers, now. Returns what undoes the hooks around modules with running statistics."""
-        self._dtypes, undo = [p.dtype for p in self.params], []
+        buffers, now. Returns the hooks around modules with running statistics, which stay in fp32 with all inside them."""
+        self._dtypes, hooks, in_fp32 = [p.dtype for p in self.params], [], set()
         for module in self._model.modules() if self.half else ():
             if any(name.startswith("running_") for name, b in module.named_buffers(recurse=False) if b.is_floating_point()):
-                undo += [module.register_forward_pre_hook(to_fp32, with_kwargs=True).remove,
-                         module.register_forward_hook(back_to_given).remove]
+                hooks += [module.register_forward_pre_hook(to_fp32, with_kwargs=True), module.register_forward_hook(back_to_given)]
+                in_fp32.update(module.modules())
+        for module in self._model.modules() if self.half else ():
+            if module in in_fp32:
                 continue
-            for p in module._parameters.values():
-                if p is not None and p.is_floating_point():
-                    if p in self._index:
-                        self._dtypes[self._index[p]] = self.half
-                    else:
-                        p.data = p.data.to(self.half)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+            for p in module.parameters(recurse=False):
+                if p.is_floating_point() and p in self._index:
+                    self._dtypes[self._index[p]] = self.half
+                elif p.is_floating_point():
+                    p.data = p.data.to(self.half)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                     buffer.data = buffer.data.to(self.half)
-        return undo
+        return hooks
 
     def _lay_out_buckets(self) -> None:
         """Cut the parameters, from the last to the first as backward meets them, into buckets of one dtype each, move the
         weights there, and take the own slices' masters from the weights as they were before the cast."""
         open_, closed = {}, []  # dtype -> parameter indices; the buckets' index lists in the order in which they filled
         size_bytes = dict.fromkeys(self._dtypes, 0)
+        # Stage 2 has room for two buckets. Under gloo that is three smaller ones: the third is for what is received.
+        capacity = self.bucket_bytes * (2 / 3 if self.by_hand and self.stage == 2 else 1)
         for i in reversed(range(len(self.params))):
             dtype = self._dtypes[i]
-            p_bytes = -(-self.params[i].numel() // ALIGN) * ALIGN * dtype.itemsize
-            if open_.get(dtype) and size_bytes[dtype] + p_bytes > self.bucket_bytes:
+            p_bytes = aligned(self.params[i].numel()) * dtype.itemsize
+            if open_.get(dtype) and size_bytes[dtype] + p_bytes > capacity:
                 closed.append(open_.pop(dtype))
                 size_bytes[dtype] = 0
             open_.setdefault(dtype, []).append(i)
@@ -229,50 +245,76 @@ class Zero:
         self.fragments: list[Fragment] = []
         for indices in closed + list(open_.values()):
             self.buckets.append(self._make_bucket(indices, part=len(closed) + len(open_) - 1 - len(self.buckets)))
-        self.limit_bytes = 2 * max((b.weights.numel() * b.weights.element_size() for b in self.buckets), default=0)
-        self.largest_bytes = max((v.numel() * v.element_size() for b in self.buckets for v in b.views.values()), default=0)
+        self._make_room()
         self._point_at_gradients()
+
+    def _let_go(self) -> None:
+        """Another engine takes the model over: give it whole weights as precise as the masters. Collectives."""
+        for hook in self._hooks:
+            hook.remove()
+        self.wait_for_weights()
+        for bucket in self.buckets:
+            whole = torch.zeros(bucket.weights.numel(), dtype=bucket.master.dtype, device=self.device)
+            whole[bucket.own].copy_(bucket.master)
+            SliceGather(self, whole, tag=0).wait()
+            for i, start in bucket.starts.items():
+                self.params[i].data = whole[start : start + self.params[i].numel()].view(self.params[i].shape).clone()
+        for name, t in self._model.state_dict(keep_vars=True).items():
+            if isinstance(t, Tensor) and t.dtype != self._plain_dtypes.get(name, t.dtype):
+                t.data = t.data.to(self._plain_dtypes[name])
+
+    def _make_room(self) -> None:
+        """Memory that every backward uses again. Stage 2: two flat tensors of each dtype, one that is being filled with gradients
+        and one on its way. gloo: one for what is received, see SliceSum."""
+        largest: dict[torch.dtype, int] = {}
+        for b in self.buckets:
+            largest[b.weights.dtype] = max(largest.get(b.weights.dtype, 0), b.weights.numel())
+        count = lambda dtype: min(2, sum(b.weights.dtype == dtype for b in self.buckets))
+        self._spare = {dtype: [torch.zeros(numel, dtype=dtype, device=self.device) for _ in range(count(dtype))]
+                       for dtype, numel in largest.items() if self.stage == 2}
+        self._received = {dtype: torch.zeros(numel // self.world_size * (self.world_size - 1), dtype=dtype, device="cpu")
+                          for dtype, numel in largest.items() if self.by_hand}
+        self._room = [t for flats in self._spare.values() for t in flats] + list(self._received.values())
 
     def _make_bucket(self, indices: list[int], part: int) -> Bucket:
         starts, numel = {}, 0
         for i in indices:
             starts[i] = numel
-            numel += -(-self.params[i].numel() // ALIGN) * ALIGN
+            numel += aligned(self.params[i].numel())
             self._bucket_of[i] = len(self.buckets)
         n, dtype = self.world_size, self._dtypes[indices[0]]
-        slice_numel = -(-numel // (n * ALIGN)) * ALIGN
+        slice_numel = aligned(-(-numel // n))
         own = slice(self.rank * slice_numel, (self.rank + 1) * slice_numel)
         weights = torch.zeros(n * slice_numel, dtype=dtype, device=self.device)
         views = {i: weights[start : start + self.params[i].numel()].view(self.params[i].shape) for i, start in starts.items()}
         master_dtype = torch.float32 if dtype == self.half else dtype
         needs_master = self.offload or master_dtype != dtype
-        master = self._state(slice_numel, master_dtype) if needs_master else weights[own]
+        master = self._zeros(slice_numel, master_dtype) if needs_master else weights[own]
         bucket = Bucket(weights, starts, views, own, master)
-        moments = [self._state(slice_numel, master.dtype) for _ in range(2)]
+        moments = [self._zeros(slice_numel, master.dtype) for _ in range(2)]
         if self.offload:
-            bucket.landing = self._state(slice_numel, dtype)
+            bucket.landing = self._zeros(slice_numel, dtype)
         if self.stage == 1:
             bucket.grads = torch.zeros_like(weights)
         for i, start in starts.items():
             p, end = self.params[i], start + self.params[i].numel()
-            value = p.data.reshape(-1)
-            lo, hi = max(start, own.start), min(end, own.stop)
-            if lo < hi or p.numel() == 0:  # a parameter without elements is everybody's
-                lo, hi = (lo, hi) if lo < hi else (start, start)
-                at = slice(lo - own.start, hi - own.start) if lo < hi else slice(0, 0)
-                half = None if self.offload or master.dtype == dtype else weights[own]
-                whole = (tuple(slice(0, s) for s in p.shape),)
-                f = Fragment(self.names[i], i, tuple(p.shape), whole, lo - start, hi - start, master[at], part=part,
-                             half=None if half is None else half[at], exp_avg=moments[0][at], exp_avg_sq=moments[1][at])
+            lo, hi = max(start, own.start), min(end, own.stop)  # the part of it that is in the own slice
+            if p.numel() == 0:
+                lo = hi = own.start  # a parameter without elements is everybody's
+            if lo < hi or p.numel() == 0:
+                at, first = slice(lo - own.start, hi - own.start), max(lo - start, 0) if p.numel() else 0
+                half = None if self.offload or master.dtype == dtype else weights[own][at]
+                f = Fragment(self.names[i], i, tuple(p.shape), (tuple(slice(0, size) for size in p.shape),), first, first + hi - lo,
+                             master[at], half=half, exp_avg=moments[0][at], exp_avg_sq=moments[1][at], part=part)
                 if needs_master:
-                    f.master.copy_(value[f.start : f.end])
-                bucket.pieces.append((f, at.start))
+                    f.master.copy_(p.data.reshape(-1)[f.start : f.end])
+                bucket.owned.append((f, at.start))
                 self.fragments.append(f)
             views[i].copy_(p.data)
             p.data = views[i]
         return bucket
 
-    def _state(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros for the optimizer: on the device, or with `offload` in host memory, pinned, so that copies run beside
         everything else. Where pinning fails, says so once and goes on without."""
         if not self.offload:
@@ -287,22 +329,28 @@ class Zero:
         return host
 
     def _point_at_gradients(self, accumulate: bool = False) -> None:
-        """(Re)make the gradient slices: in the weights' dtype, or, to add up micro-batches, at least fp32. What they hold
-        moves along. Once wide they stay so: a run that accumulates once does so again."""
+        """(Re)make the gradient slices and tell Adam. What they hold moves along. Once they are wide they stay so.
+
+                                        `shard`, the gradient of the own slice       `grads`, whole gradients
+            stage 1                     the own slice of `grads`                     always there
+            stage 2                     a tensor of its own, weights' dtype          one of two flat tensors, while needed
+            stage 2, accumulating       the same, at least fp32                      the same
+            offload, stage 1 or 2       `landing` itself                             as without
+            offload, 2, accumulating    a tensor of its own in host memory, fp32     the same
+        """
         for bucket in self.buckets:
-            dtype = bucket.weights.dtype
-            if accumulate:
-                dtype = torch.promote_types(dtype, torch.float32)
+            dtype = torch.promote_types(bucket.weights.dtype, torch.float32) if accumulate else bucket.weights.dtype
             if self.stage == 1 and not self.offload:
                 bucket.shard = bucket.grads[bucket.own]
-            elif self.offload and dtype == bucket.landing.dtype and not accumulate:
+            elif self.offload and not accumulate:
                 bucket.shard = bucket.landing
             elif bucket.shard is None or bucket.shard is bucket.landing or bucket.shard.dtype != dtype:
-                shard = self._state(bucket.master.numel(), dtype)
+                self._absorb(bucket)  # before what has landed is copied on
+                shard = self._zeros(bucket.master.numel(), dtype)
                 if bucket.shard is not None:
                     shard.copy_(bucket.shard)
                 bucket.shard = shard
-            for f, at in bucket.pieces:
+            for f, at in bucket.owned:
                 f.grad = bucket.shard[at : at + f.end - f.start]
         self._accumulates = accumulate
         self.optimizer.own(self.fragments)
@@ -325,7 +373,7 @@ class Zero:
         text = repr([(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in self._model.named_parameters()]
                     + [(n, tuple(b.shape), b.dtype) for n, b in self._model.named_buffers()]
                     + [(n, k) for n, k in zip(self.names, self.optimizer.group_list)]
-                    + [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]) + repr(settings)
+                    + [options_of(group) for group in self.optimizer.param_groups]) + repr(settings)
         digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         ends = torch.tensor([digest, -digest], device=self.device)
         # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 2(N-1)/N * 16 bytes, once; all wait.
@@ -345,33 +393,50 @@ class Zero:
             if bucket.gathering is not None:
                 self._wait_for_gather(bucket)
 
+    def _before_module(self, module: nn.Module) -> None:
+        """A module's forward begins: its own parameters must be there, even if it hands them to code that torch does not see."""
+        if not torch.compiler.is_compiling():
+            for p in module._parameters.values():
+                if isinstance(p, Pending):
+                    p.wait()
+
+    def _before_model(self) -> None:
+        if self._asks_nobody:
+            self.wait_for_weights()
+
     def _wait_for_gather(self, bucket: Bucket) -> None:
         gathering, bucket.gathering = bucket.gathering, None
-        for i, kind in bucket.kinds.items():
-            self.params[i].__class__ = kind
-        bucket.kinds = {}
+        for i, own_class in bucket.classes.items():
+            self.params[i].__class__ = own_class
+        bucket.classes = {}
         gathering.wait()
+        if self.device.type == "cuda" and torch.cuda.current_stream(self.device) != self._stream:
+            with torch.cuda.stream(self._stream):  # the stream that trains must wait, too: nobody will ask it to later
+                gathering.wait()
         if torch.compiler.is_compiling():
             self._asks_nobody = True
 
     def _mark_pending(self, bucket: Bucket) -> None:
         """From here on, whoever touches a parameter of this bucket waits first (class Pending)."""
-        bucket.kinds = {i: type(self.params[i]) for i in bucket.views}
-        for i, kind in bucket.kinds.items():
-            if kind not in bucket.pending:
-                bucket.pending[kind] = type("Pending" + kind.__name__, (Pending, kind), {
+        bucket.classes = {i: type(self.params[i]) for i in bucket.views}
+        for i, own_class in bucket.classes.items():
+            if own_class not in bucket.stand_ins:
+                bucket.stand_ins[own_class] = type("Pending" + own_class.__name__, (Pending, own_class), {
                     "wait": staticmethod(lambda: self._wait_for_gather(bucket) if bucket.gathering is not None else None)})
-            self.params[i].__class__ = bucket.pending[kind]
+            self.params[i].__class__ = bucket.stand_ins[own_class]
+
+    # ---- one step's micro-batches: 1 and 2 for each ------------------------------------------------------------------
 
     def forward_backward(self, batch, micro_batches: int = 1, loss_fn=None, weight=None) -> Tensor:
-        """Forward and backward over this rank's `batch` in `micro_batches` pieces, with the reduction. Returns the
+        """Forward and backward over this rank's `batch` in `micro_batches` pieces, with the reduce-scatters. Returns the
         weighted mean loss over all pieces of all ranks: a device scalar, the same number on every rank.
 
         batch: a Mapping (the model's keyword arguments), a tuple or list (its first item goes to the model, the rest is
         for loss_fn) or a tensor; tensors are cut along dim 0. None, or no rows: this rank has no samples this time.
         loss_fn(output, micro_batch) returns the mean over the micro-batch; without it the output, or its `loss`, is the
         loss. weight(micro_batch): what a micro-batch counts, a number or a device scalar that depends on the batch alone;
-        see `default_weight`. micro_batches is the same on all ranks. An exception discards what has accumulated.
+        see `default_weight`; where it is 0 the gradient must be finite all the same. micro_batches is the same on all ranks. An
+        exception discards what has accumulated.
         """
         with self._discard_on_error():
             pieces = split_batch(batch, micro_batches)
@@ -383,21 +448,22 @@ class Zero:
             total_work = self._all_reduce(total, async_op=True)
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             for k in range(micro_batches):
-                if k < len(pieces):
+                mine, last = k < len(pieces), k == micro_batches - 1  # a rank may have fewer pieces than the others
+                if mine:
                     loss = model_loss(self, pieces[k], loss_fn)
                 if k == 0:
                     wait(total_work)
-                if k < len(pieces):
+                if mine:
                     share = torch.where(total > 0, counts[k] / total, 0.0)
                     loss_sum += torch.where(share > 0, loss.detach().double() * share, 0.0)  # a mean over no labels is NaN
-                if k == micro_batches - 1:
+                if last:
                     # before: each rank has the weighted losses of its own pieces.  after: all have the sum.
                     # sends: 2(N-1)/N * 8 bytes while the last backward runs.
                     loss_work = self._all_reduce(loss_sum, async_op=True)
-                with contextlib.nullcontext() if k == micro_batches - 1 else self.no_sync():
-                    if k < len(pieces):
+                with contextlib.nullcontext() if last else self.no_sync():
+                    if mine:
                         self._backward(loss, share)
-                    else:  # this rank has fewer pieces: its gradients are zeros, but the others wait for them
+                    else:  # its gradients are zeros, but the others wait for them
                         self._begin_backward()
                         self._end_backward()
             wait(loss_work)
@@ -415,9 +481,9 @@ class Zero:
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Around `backward` of all micro-batches but the last; all ranks or none. Stage 1 then only accumulates on this rank;
-        stage 2 does reduce, since it has no room for whole gradients, but in fp32 from the first on. The flag is read in
-        backward alone. If no later backward reduces what stage 1 has accumulated, `step` does."""
+        """Around `backward` of all micro-batches but the last; all ranks or none. Stage 1 then only accumulates on this rank, in
+        the weights' dtype; stage 2 does reduce, since it has no room for whole gradients, but adds up in fp32 from the first
+        on. The flag is read in backward alone. If no later backward reduces what stage 1 has accumulated, `step` does."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -429,12 +495,16 @@ class Zero:
         """After an exception some buckets may be summed and others not, so all that has accumulated goes."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._in_backward = False
-            for bucket in self._in_flight:
-                bucket.summing.wait()
+            in_flight, self._in_flight = self._in_flight, []
+            for bucket in in_flight if isinstance(error, Exception) else ():  # Ctrl-C waits for nobody
+                with contextlib.suppress(RuntimeError):  # a connection that is lost
+                    bucket.summing.wait()
+            for bucket in self.buckets:
                 bucket.summing = None
-            self._in_flight, self._in_flight_bytes = [], 0
+                if bucket.flat is not None:
+                    self._give_back(bucket)
             self.zero_grad()
             raise
 
@@ -451,14 +521,14 @@ class Zero:
         self._end_backward()
 
     def _begin_backward(self) -> None:
+        holder = ENGINES.get(self._model)
+        if holder is None or holder() != self._let_go:
+            raise RuntimeError("another engine has taken this model over: use that one")
         for name, p in self._frozen:
             if p.requires_grad:
                 raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket: unfreeze it before")
-        for i, p in enumerate(self.params):
-            if p.data_ptr() != self.buckets[self._bucket_of[i]].views[i].data_ptr():
-                raise RuntimeError(f"{self.names[i]} has moved since the engine was built, as by module.to(): "
-                                   "move the model before")
         self.wait_for_weights()  # of what this forward did not touch
+        self._check_not_moved()
         if self.stage == 2 and not self._accumulates and (self._reduced or not self._sync):
             self._point_at_gradients(accumulate=True)
         if self.stage == 1 and self._reduced:  # a second backward before step adds to the sum, which only its owner holds
@@ -467,10 +537,16 @@ class Zero:
                 bucket.grads[bucket.own.stop :].zero_()
             self._reduced = False
         for bucket in self.buckets:
-            bucket.missing, bucket.sent = len(bucket.views), False
+            bucket.missing, bucket.launched = len(bucket.views), False
         self._arrived = [False] * len(self.params)
-        self._launched = self._held_bytes = 0
+        self._launched = 0
         self._in_backward = True
+
+    def _check_not_moved(self) -> None:
+        for i, p in enumerate(self.params):
+            if p.data_ptr() != self.buckets[self._bucket_of[i]].views[i].data_ptr():
+                raise RuntimeError(f"{self.names[i]} has moved since the engine was built, as by module.to(): "
+                                   "move the model before")
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
         """Autograd calls this after it has added a gradient into `param.grad`."""
@@ -482,34 +558,35 @@ class Zero:
             raise RuntimeError(f"sparse gradients are not supported: {self.names[index]}; use sparse=False")
         bucket = self.buckets[self._bucket_of[index]]
         if self._arrived[index]:  # reentrant checkpointing, one backward per use: autograd has added it, if not too late
-            if bucket.sent:
+            if bucket.launched:
                 raise RuntimeError(f"the gradient of {self.names[index]} arrived again after its bucket was sent, as with "
                                    "reentrant activation checkpointing; use torch.utils.checkpoint(..., use_reentrant=False)")
             return
         self._arrived[index] = True
         self.optimizer.present[index] = 1
         bucket.missing -= 1
-        if self.stage == 1:
+        if self.stage == 1 or self._bucket_of[index] < self._launched + 2:  # the others wait for one of the two flat tensors
+            if param.numel() >= COPY_NUMEL:
+                self._fill(bucket, [index])
             if bucket.missing == 0:
-                self._fill(bucket)
-        else:
-            self._held_bytes += param.grad.numel() * param.grad.element_size()
+                self._fill(bucket, bucket.views)
         while self._reducing and self._launched < len(self.buckets) and self.buckets[self._launched].missing == 0:
             self._launch(self.buckets[self._launched])
-        if self.stage == 2:
-            self._make_room(self.largest_bytes)  # for the next gradient
 
     _reducing = property(lambda self: self._sync or self.stage == 2, doc="does this backward end in sums over the ranks?")
 
-    def _fill(self, bucket: Bucket) -> None:
-        """Copy the gradients that autograd allocated into the bucket's flat tensor, in one call; zeros where none came. In stage 1
-        `.grad` becomes a view of it, to which further micro-batches add in place; in stage 2 it goes."""
+    def _fill(self, bucket: Bucket, indices) -> None:
+        """Copy gradients that autograd allocated into the bucket's flat tensor, in one call, and let `.grad` be the views: what is
+        added later, is added there, and the memory is there once. Zeros where no gradient came."""
         if bucket.grads is None:
-            bucket.grads = torch.empty_like(bucket.weights)
+            if not self._spare[bucket.weights.dtype]:
+                self._finish(next(b for b in self._in_flight if b.weights.dtype == bucket.weights.dtype))
+            bucket.flat = self._spare[bucket.weights.dtype].pop()
+            bucket.grads = bucket.flat[: bucket.weights.numel()]
         places, grads, absent = [], [], []
-        for i, start in bucket.starts.items():
+        for i in indices:
             p = self.params[i]
-            place = bucket.grads[start : start + p.numel()].view(p.shape)
+            place = bucket.grads[bucket.starts[i] : bucket.starts[i] + p.numel()].view(p.shape)
             if p.grad is not None and p.grad.data_ptr() == place.data_ptr() and p.numel():
                 continue
             if p.grad is None:
@@ -519,43 +596,40 @@ class Zero:
             else:
                 places.append(place)
                 grads.append(p.grad)
-            p.grad = place if self.stage == 1 else None
+            p.grad = place
         if places:
             torch._foreach_copy_(places, grads)
         if absent:
             torch._foreach_zero_(absent)
 
-    def _make_room(self, more_bytes: int) -> None:
-        """Finish reduce-scatters, the oldest first, until what is in flight, what waits and `more_bytes` fit into two buckets."""
-        while self._in_flight and self._in_flight_bytes + self._held_bytes + more_bytes > self.limit_bytes:
-            self._finish(self._in_flight.pop(0))
-
     def _launch(self, bucket: Bucket) -> None:
         """Issue the next bucket's reduce-scatter. Always in the buckets' order, whatever the order of the gradients."""
-        flat_bytes = bucket.weights.numel() * bucket.weights.element_size()
+        self._fill(bucket, bucket.views)
         if self.stage == 2:
-            self._make_room(flat_bytes)
-            self._held_bytes -= sum(self.params[i].grad.numel() * self.params[i].grad.element_size()
-                                    for i in bucket.views if self.params[i].grad is not None)
-        self._fill(bucket)
-        bucket.bytes_in_flight = (flat_bytes if self.stage == 2 else 0) + SliceSum.extra_bytes(self, flat_bytes)
-        if self.stage == 1:
-            self._make_room(bucket.bytes_in_flight)
-        bucket.summing, bucket.sent = SliceSum(self, bucket.grads, self._launched), True
+            for i in bucket.views:
+                self.params[i].grad = None  # what has been sent is no gradient any more
+        while self.by_hand and self._in_flight:  # there is one place for what is received
+            self._finish(self._in_flight[0])
+        # starts the reduce-scatter; who holds what and what is sent: SliceSum
+        bucket.summing = SliceSum(self, bucket.grads, self._launched, self._received.get(bucket.weights.dtype))
+        bucket.launched = True
         self._launched += 1
         self._in_flight.append(bucket)
-        self._in_flight_bytes += bucket.bytes_in_flight
 
     def _finish(self, bucket: Bucket) -> None:
-        """Wait for a reduce-scatter, put the sum where the optimizer finds it, free what only the journey needed."""
-        total = bucket.summing.wait()
-        bucket.summing, self._in_flight_bytes = None, self._in_flight_bytes - bucket.bytes_in_flight
+        """Wait for a reduce-scatter, put the sum where the optimizer finds it, give back what only the journey needed."""
+        self._in_flight.remove(bucket)
+        total, bucket.summing = bucket.summing.wait(), None
         if self.offload:
             self._land(bucket, total)
         elif self.stage == 2:
             bucket.shard.add_(total) if self._reduced else bucket.shard.copy_(total)
         if self.stage == 2:
-            bucket.grads = None
+            self._give_back(bucket)
+
+    def _give_back(self, bucket: Bucket) -> None:
+        self._spare[bucket.weights.dtype].append(bucket.flat)
+        bucket.grads = bucket.flat = None
 
     def _land(self, bucket: Bucket, total: Tensor) -> None:
         """Offload: copy the own slice to host memory, on a stream of its own, while backward goes on."""
@@ -577,18 +651,19 @@ class Zero:
                 bucket.shard.add_(bucket.landing) if bucket.adds_up else bucket.shard.copy_(bucket.landing)
 
     def _end_backward(self) -> None:
-        """Autograd is through. Send the buckets of this backward that are not under way, a gradient of theirs never came, and
-        wait for all; under NCCL the stream waits, under gloo this thread."""
+        """Autograd is through. Send the buckets that still miss a gradient, which will not come, and those queued behind them,
+        and wait for all; under NCCL the stream waits, under gloo this thread."""
         self._in_backward = False
         if self._reducing:
             for bucket in self.buckets[self._launched :]:
                 self._launch(bucket)
             while self._in_flight:
-                self._finish(self._in_flight.pop(0))
+                self._finish(self._in_flight[0])
             self._reduced = True
 
     def _reduce_what_is_left(self) -> None:
-        """Where there was no backward since the last step, or in stage 1 only inside no_sync: reduce as at the end of one."""
+        """Reduce now if no backward since the last step has: there was none (then zeros, as the other ranks do), or all were
+        inside no_sync of stage 1."""
         if not self._reduced:
             self._begin_backward()
             self._end_backward()
@@ -603,12 +678,7 @@ class Zero:
 
     def _step(self) -> None:
         self._reduce_what_is_left()
-        if self.stage == 1:
-            for bucket in self.buckets:
-                for i, start in bucket.starts.items():
-                    grad = self.params[i].grad
-                    if grad is None or grad.numel() and grad.data_ptr() != bucket.grads[start:].data_ptr():
-                        raise RuntimeError(f"{self.names[i]}.grad was replaced or removed before step: change it in place")
+        self._check_gradients_in_place()
         # before: BatchNorm's running means and variances of rank r's samples.  after: their sum, then the mean, each rank
         # counting once, however many samples it had.
         # sends: 2(N-1)/N * 4 bytes per element; needed by nobody before the next forward.
@@ -621,6 +691,7 @@ class Zero:
         # after:  all ranks have the sum over all slices, so the true norm, and on how many ranks each parameter had one.
         # sends:  2(N-1)/N * 8 bytes for each parameter tensor and one more; Adam waits for it.
         self._all_reduce(adam.inputs[adam.n_hyper :])
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         if self._side:  # backward has read the old weights
             self._side.wait_stream(torch.cuda.current_stream(self.device))
         adam.update(len(self.buckets), after=self._gather)
@@ -630,8 +701,24 @@ class Zero:
         if not self.overlap_gather:
             self.wait_for_weights()
         self.zero_grad()
-        self.traffic, self._sent = self._sent, {}
+        self.traffic, self._sent_bytes = self._sent_bytes, {}
         self.scaler.raise_if_stuck()
+
+    def _check_gradients_in_place(self) -> None:
+        for bucket in self.buckets if self.stage == 1 else ():
+            for i, start in bucket.starts.items():
+                grad = self.params[i].grad
+                if grad is None or grad.numel() and grad.data_ptr() != bucket.grads[start:].data_ptr():
+                    raise RuntimeError(f"{self.names[i]}.grad was replaced or removed before step: change it in place")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard what has accumulated since the last step. `step` does so itself; calling it again is harmless."""
+        for p in self.params:
+            p.grad = None
+        for bucket in self.buckets:
+            self._absorb(bucket)
+        self.optimizer.present[:] = bytes(len(self.params))
+        self._reduced = False
 
     # ---- 4. gather ---------------------------------------------------------------------------------------------------
 
@@ -642,19 +729,11 @@ class Zero:
             if self.offload:  # Adam has run in host memory; its gradients are used up, so weights leave from where they landed
                 bucket.landing.copy_(bucket.master)
                 bucket.weights[bucket.own].copy_(bucket.landing, non_blocking=True)
+            # starts the all-gather; who holds what and what is sent: SliceGather. Tags 0 to B-1 are the reduce-scatters'.
             bucket.gathering = SliceGather(self, bucket.weights, tag=len(self.buckets) + part)
             if self._side and self.world_size == 1:
-                bucket.gathering = Fence(self._side)
+                bucket.gathering = Fence(self._side)  # alone there is nothing to gather, only the copy
         self._mark_pending(bucket)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard what has accumulated since the last step. `step` does so itself; calling it again is harmless."""
-        for p in self.params:
-            p.grad = None
-        for bucket in self.buckets:
-            self._absorb(bucket)
-        self.optimizer.present[:] = bytes(len(self.params))
-        self._reduced = False
 
     # ---- what users read ---------------------------------------------------------------------------------------------
 
@@ -684,7 +763,9 @@ class Zero:
         zeros where no rank had one. A collective, between the last backward and `step`."""
         if name not in self.names:
             raise ValueError(f"{name!r} is not a trained parameter; trained are {', '.join(self.names[:8])}, ...")
+        reduced = self._reduced
         self._reduce_what_is_left()
+        self._reduced = reduced or self.stage == 1  # of no backward at all, the next one is not a second
         index = self.names.index(name)
         p = self.params[index]
         full = torch.zeros(p.numel(), dtype=torch.promote_types(p.dtype, torch.float32), device=self.device)
@@ -700,7 +781,8 @@ class Zero:
         separate = [b for b in self.buckets if b.master.data_ptr() != b.weights[b.own].data_ptr()]
         held = {
             "parameters": [*self._model.parameters()],
-            "gradients": [t for b in self.buckets for t in (b.grads, b.shard, b.landing)] + [p.grad for p in self.params],
+            "gradients": [*(t for b in self.buckets for t in (b.grads, b.shard, b.landing)), *(p.grad for p in self.params),
+                          *self._room],
             "optimizer": [b.master for b in separate] + [t for f in self.fragments for t in (f.exp_avg, f.exp_avg_sq)],
             "buffers": [*self._model.buffers()],
         }
@@ -714,7 +796,7 @@ class Zero:
             return {}
         full = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
-            if value in self._index if isinstance(value, nn.Parameter) else False:
+            if isinstance(value, nn.Parameter) and value in self._index:
                 value = masters[self.names[self._index[value]]]
             if isinstance(value, Tensor):
                 value = value.detach().to("cpu", self._plain_dtypes.get(key, value.dtype), copy=True)
@@ -753,7 +835,7 @@ class Zero:
             if bucket.master.data_ptr() != bucket.weights[bucket.own].data_ptr():
                 bucket.weights[bucket.own].copy_(bucket.master)
             SliceGather(self, bucket.weights, tag=0).wait()
-        self._sent = {}
+        self._sent_bytes = {}
 
     def save(self, directory: str, **extra) -> None:
         """Write a checkpoint that any strategy resumes on any number of ranks: fp32 masters, moments, step counts, buffers,
@@ -762,6 +844,7 @@ class Zero:
         Overwrites a checkpoint, never anything else; killed at any moment it leaves a complete one. Raises CheckpointError.
         """
         self.wait_for_weights()
+        self._check_not_moved()
         save_checkpoint(self, directory, extra)
 
     def load(self, directory: str, **objects) -> dict:
@@ -770,6 +853,7 @@ class Zero:
         included; on another number they are left as they are. Discards gradients. Raises CheckpointError, on all ranks and
         before anything changes, for what is missing, damaged, of another shape or in another param group."""
         self.wait_for_weights()
+        self._check_not_moved()
         extra = load_checkpoint(self, directory, objects)
         self.zero_grad()
         self._refresh_weights()
@@ -795,15 +879,20 @@ class Zero:
         return dist.all_reduce(tensor, op=op, group=self.group, async_op=async_op)
 
     def _count(self, collective: str, sent_bytes: int) -> None:
-        self._sent[collective] = self._sent.get(collective, 0) + sent_bytes
+        self._sent_bytes[collective] = self._sent_bytes.get(collective, 0) + sent_bytes
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor`, any strides, with that of the group's first rank."""
         if self.world_size > 1 and tensor.numel():
             sent = tensor.contiguous()
-            dist.broadcast(sent, group=self.group, group_src=0)
+            dist.broadcast(as_bytes(sent.view(-1)), group=self.group, group_src=0)
             tensor.copy_(sent)
         return tensor
+
+
+def aligned(numel: int) -> int:
+    """The next multiple of ALIGN."""
+    return -(-numel // ALIGN) * ALIGN
 
 
 def wait(work) -> None:
@@ -995,7 +1084,8 @@ class SliceSum:
     adds up what it receives: (N-1)/N of the bytes, the sum rounded once.
     """
 
-    def __init__(self, engine, flat: Tensor, tag: int):
+    def __init__(self, engine, flat: Tensor, tag: int, room: Tensor | None = None):
+        """room: where gloo may put what it receives, at least N-1 slices, until `wait`."""
         n, r = engine.world_size, engine.rank
         slices = flat.view(n, -1)
         self.own, self.works, self.received = slices[r], [], None
@@ -1007,15 +1097,11 @@ class SliceSum:
         if not engine.by_hand:
             self.works = [dist.reduce_scatter_tensor(self.own, flat, group=engine.group, async_op=True)]
             return
-        self.received = torch.empty(n - 1, self.own.numel(), dtype=flat.dtype, device="cpu")
+        room = torch.empty(flat.numel(), dtype=flat.dtype, device="cpu") if room is None else room
+        self.received = room[: (n - 1) * self.own.numel()].view(n - 1, -1)
         for k in range(1, n):
             self.works += [dist.irecv(as_bytes(self.received[k - 1]), group=engine.group, group_src=(r - k) % n, tag=tag),
                            dist.isend(as_bytes(slices[(r + k) % n].cpu()), group=engine.group, group_dst=(r + k) % n, tag=tag)]
-
-    @staticmethod
-    def extra_bytes(engine, flat_bytes: int) -> int:
-        """What it needs beside `flat` until `wait`."""
-        return flat_bytes * (engine.world_size - 1) // engine.world_size if engine.by_hand else 0
 
     def wait(self) -> Tensor:
         for work in self.works:
@@ -1931,7 +2017,7 @@ def demonstration(device: torch.device) -> None:
             engine.step()
         gap = max((p - q).abs().max().item() for (_, p), q in zip(engine.named_parameters(), plain.parameters()))
 
-        engine = Zero(build(torch.float32), lr=1e-3, precision="bf16", stage=stage, bucket_mb=0.25)
+        engine = Zero(build(torch.float32), lr=1e-3, precision="bf16", stage=stage, bucket_mb=0.5)
         numel = sum(p.numel() for p in engine.module.parameters())
         for _ in range(2):
             engine.wait_for_weights()
@@ -1945,14 +2031,18 @@ def demonstration(device: torch.device) -> None:
             wire = sent_bytes() - before
         lines.append(f"\nstage {stage}: last loss {loss:.4f} in bf16; largest distance from one process, float64, 3 steps: "
                      f"gradients {grad_gap:.1e}, parameters {gap:.1e}")
-        lines.append(f"{'bytes per parameter on rank 0, bf16':42}{'formula':>10}{'measured':>10}")
+        lines.append(f"{'bytes per parameter on rank 0, bf16':48}{'formula':>10}{'measured':>10}")
+        room = sum(t.numel() * t.element_size() for t in engine._room)
+        held["gradients"]["room"] = -room
         for kind, formula in (("parameters", 2), ("gradients", 2 if stage == 1 else 2 / n), ("optimizer", 12 / n)):
-            lines.append(f"{kind:42}{formula:10.2f}{sum(held[kind].values()) / numel:10.2f}")
+            lines.append(f"{kind:48}{formula:10.2f}{sum(held[kind].values()) / numel:10.2f}")
+        at_most = (1.0 if stage == 2 else 0.5) * 2**20 / numel  # two buckets; in stage 1 what gloo receives
+        lines.append(f"{'room for buckets on their way, at most':48}{at_most:10.2f}{room / numel:10.2f}")
         for collective in ("reduce_scatter", "all_gather"):
             counted = engine.traffic.get(collective, 0) / numel
-            lines.append(f"{collective + ' per step, counted by the engine':42}{(n - 1) / n * 2:10.2f}{counted:10.2f}")
+            lines.append(f"{collective + ' per step, counted by the engine':48}{(n - 1) / n * 2:10.2f}{counted:10.2f}")
         if wire:
-            lines.append(f"{'sent per step, as the sockets count it':42}{(n - 1) / n * 4:10.2f}{wire / numel:10.2f}")
+            lines.append(f"{'sent per step, as the sockets count it':48}{(n - 1) / n * 4:10.2f}{wire / numel:10.2f}")
     if rank == 0:
         print(f"\n{n} ranks on {device.type}, {numel:,} parameters")
         print("\n".join(lines))
