@@ -162,8 +162,14 @@ class DDP:
         self._rebuilt = False
         for hook in HOOKS.pop(model, ()):
             hook.remove()
-        HOOKS[model] = [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
-                        for i, p in enumerate(self.params)]
+        me = weakref.ref(self)  # the garbage collector does not see through hooks of tensors: a plain reference would stay for ever
+
+        def on_grad(index, param):
+            if (engine := me()) is not None:
+                engine._on_grad(index, param)
+
+        self._hooks = HOOKS[model] = [p.register_post_accumulate_grad_hook(functools.partial(on_grad, i))
+                                      for i, p in enumerate(self.params)]
         self.zero_grad()  # gradients from before belong to nobody
         self._sent = {}  # what construction sent is no step's
 
@@ -246,7 +252,8 @@ class DDP:
         for loss_fn) or a tensor; tensors are cut along dim 0. None, or no rows: this rank has no samples this time.
         loss_fn(output, micro_batch), under autocast as the model is, returns the mean over the micro-batch; without it
         the output, or its `loss`, is the loss. weight(micro_batch): what a micro-batch counts, a number or a device
-        scalar that depends on the batch alone; see `default_weight`. An exception discards what has accumulated.
+        scalar that depends on the batch alone; see `default_weight`; where it is 0 the gradient must be finite all the
+        same. An exception discards what has accumulated.
         """
         with self._discard_on_error():
             pieces = split_batch(batch, micro_batches)
@@ -304,10 +311,12 @@ class DDP:
         """After an exception some buckets may be summed and others not, so all that has accumulated goes."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._in_backward = False
             for bucket in self.buckets:
-                wait(bucket.work)
+                if isinstance(error, Exception):  # Ctrl-C waits for nobody
+                    with contextlib.suppress(RuntimeError):  # a connection that is lost
+                        wait(bucket.work)
                 bucket.work = None
             self.zero_grad()
             raise
@@ -325,6 +334,8 @@ class DDP:
         self._end_backward()
 
     def _begin_backward(self) -> None:
+        if HOOKS.get(self.module) is not self._hooks:
+            raise RuntimeError("another engine has taken this model over: use that one")
         for name, p in self._frozen:
             if p.requires_grad:
                 raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket: unfreeze it before")
@@ -542,6 +553,7 @@ class DDP:
                 missing, extra = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
                 shapes = [f"{k} {tuple(state_dict[k].shape)} instead of {tuple(v.shape)}" for k, v in own.items()
                           if isinstance(v, Tensor) and k in state_dict and state_dict[k].shape != v.shape]
+                refuse_extra_state(own)
                 if missing or extra or shapes:
                     raise ValueError(f"missing {missing}, unexpected {extra}, other shapes {shapes}")
                 self.module.load_state_dict(state_dict)
@@ -580,7 +592,7 @@ class DDP:
 
     def kept(self) -> "list[Fragment]":
         """What a checkpoint holds beside what is trained: frozen parameters, and the buffers that are in the state dict."""
-        trained, persistent = set(self.names), self.module.state_dict().keys()
+        trained, persistent = set(self.names), refuse_extra_state(self.module.state_dict())
         rest = [(n, p.data, FROZEN) for n, p in self.module.named_parameters() if n not in trained]
         rest += [(n, b, BUFFER) for n, b in self.module.named_buffers() if n in persistent]
         return [Fragment(n, i, tuple(t.shape), (tuple(slice(0, s) for s in t.shape),), 0, t.numel(), t) for n, t, i in rest]
@@ -603,8 +615,8 @@ class DDP:
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor`, any strides, with that of the group's first rank."""
         if self.world_size > 1 and tensor.numel():
-            sent = tensor if tensor.is_contiguous() else tensor.contiguous()
-            dist.broadcast(sent, group=self.group, group_src=0)
+            sent = tensor.contiguous()
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=0)  # gloo does not know every dtype
             tensor.copy_(sent)
         return tensor
 
@@ -1435,6 +1447,13 @@ def checkpoint_in(directory: str) -> str:
     """The folder itself or, if a save was killed between its renames, directory.old."""
     complete = [os.path.exists(os.path.join(place, "meta.json")) for place in (directory, f"{directory}.old")]
     return f"{directory}.old" if complete == [False, True] else directory
+
+
+def refuse_extra_state(state_dict: dict) -> dict:
+    """The state dict itself. CheckpointError if it holds more than tensors, from a module's get_extra_state()."""
+    if extra := [key for key, value in state_dict.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"extra state of modules is not supported: {', '.join(extra[:5])}")
+    return state_dict
 
 
 def read_meta(directory: str) -> dict:

@@ -193,8 +193,13 @@ class Zero:
         self._reduced = False  # the shards hold sums over the ranks
         # Compiled code reads weights without asking: once torch.compile has been seen at work, forward waits for all.
         self._asks_nobody = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
-        hooks += [p.register_post_accumulate_grad_hook(lambda param, i=i: self._on_grad(i, param))
-                  for i, p in enumerate(self.params)]
+        me = weakref.ref(self)  # the garbage collector does not see through hooks of tensors: a plain reference would stay for ever
+
+        def on_grad(index, param):
+            if (engine := me()) is not None:
+                engine._on_grad(index, param)
+
+        hooks += [p.register_post_accumulate_grad_hook(functools.partial(on_grad, i)) for i, p in enumerate(self.params)]
         # functions, not bound methods: a deepcopy of the model would copy the engine with those
         hooks += [m.register_forward_pre_hook(lambda m, _: self._before_module(m)) for m in model.modules() if m._parameters]
         hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._before_model()), prepend=True))
@@ -810,6 +815,7 @@ class Zero:
         own = self.module.state_dict(keep_vars=True)
 
         def check():
+            refuse_extra_state(own)
             if self.rank == 0:
                 missing, extra = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
                 shapes = [f"{k} {tuple(state_dict[k].shape)} instead of {tuple(v.shape)}" for k, v in own.items()
@@ -861,7 +867,7 @@ class Zero:
 
     def kept(self) -> "list[Fragment]":
         """What a checkpoint holds beside what is trained: frozen parameters, and the buffers that are in the state dict."""
-        trained, persistent = set(self.names), self._model.state_dict().keys()
+        trained, persistent = set(self.names), refuse_extra_state(self._model.state_dict())
         rest = [(n, p.data, FROZEN) for n, p in self._model.named_parameters() if n not in trained]
         rest += [(n, b, BUFFER) for n, b in self._model.named_buffers() if n in persistent]
         return [Fragment(n, i, tuple(t.shape), (tuple(slice(0, s) for s in t.shape),), 0, t.numel(), t) for n, t, i in rest]
@@ -1701,6 +1707,13 @@ def checkpoint_in(directory: str) -> str:
     """The folder itself or, if a save was killed between its renames, directory.old."""
     complete = [os.path.exists(os.path.join(place, "meta.json")) for place in (directory, f"{directory}.old")]
     return f"{directory}.old" if complete == [False, True] else directory
+
+
+def refuse_extra_state(state_dict: dict) -> dict:
+    """The state dict itself. CheckpointError if it holds more than tensors, from a module's get_extra_state()."""
+    if extra := [key for key, value in state_dict.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"extra state of modules is not supported: {', '.join(extra[:5])}")
+    return state_dict
 
 
 def read_meta(directory: str) -> dict:

@@ -8,6 +8,7 @@ Numbers in test names ("case 1") are those of the list of faults that users of c
 import collections
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -884,6 +885,71 @@ def state_dicts(name):
 @engines
 def test_case_44_state_dict(pool, name):
     pool.run(2, state_dicts, name)
+
+
+class Buffers(nn.Module):
+    """Buffers of dtypes that gloo does not know, and a module with running statistics that has children."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
+        self.register_buffer("short", torch.full((3,), 1 + dist.get_rank(), dtype=torch.int16))
+        self.register_buffer("flags", torch.tensor([dist.get_rank() == 0, True]))
+        self.running = nn.Module()
+        self.running.register_buffer("running_scale", torch.ones(3))
+        self.running.child = nn.Linear(3, 3)
+        self.running.forward = lambda x: self.running.child(x) * self.running.running_scale
+
+    def forward(self, x):
+        return self.running(self.layers(x))
+
+
+def several_engines(name):
+    """A second engine on the same model: refused, it leaves the first alone; built, it goes on from masters as they are, and the
+    first one says so. Engines that nobody holds are freed."""
+    batch, loss_fn = global_batch("plain", 4, dist.get_rank(), torch.float32)
+
+    def step(engine):
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        engine.forward_backward(batch, loss_fn=loss_fn)
+        engine.step()
+        assert not engine.skipped and not any(torch.equal(p, q) for p, q in zip(before, engine.module.parameters(), strict=True))
+
+    for precision in ("fp32", "bf16"):
+        model = build("plain", dtype=torch.float32)
+        first = build_engine(name, model, precision=precision, lr=0.1)
+        step(first)
+        with raises(ValueError, "not the model's"):
+            build_engine(name, model, [nn.Parameter(torch.zeros(2))], precision=precision)
+        with raises(ValueError, "settings"):
+            build_engine(name, model, precision=precision, max_norm=1.0 + dist.get_rank())
+        step(first)
+        expected = first.state_dict()
+        second = build_engine(name, model, precision=precision, lr=0.1)
+        found = second.state_dict()
+        assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in expected.items())
+        with raises(RuntimeError, "another engine has taken this model over"):
+            first.forward_backward(batch, loss_fn=loss_fn)
+        second.zero_grad()
+        step(second)
+        engine, held = weakref.ref(second), weakref.ref(model)
+        del first, second, model
+        gc.collect()
+        assert engine() is None and held() is None
+    model = Buffers()
+    engine = build_engine(name, model, precision="bf16", lr=0.1)
+    assert model.short.tolist() == [1, 1, 1] and model.flags.tolist() == [True, True]
+    step(engine)
+    assert model.running.child.weight.dtype == torch.float32
+    model.layers[1].__class__ = type("WithState", (nn.Tanh,), dict(get_extra_state=lambda self: {"more": 1}))
+    for refused in (lambda: engine.save("nowhere"), lambda: engine.load_state_dict(model.state_dict())):
+        with raises(ValueError, "extra state", "layers.1._extra_state"):
+            refused()
+
+
+@engines
+def test_several_engines_and_odd_buffers(pool, name):
+    pool.run(2, several_engines, name)
 
 
 # ---- 8. half precision -----------------------------------------------------------------------------------------------------
