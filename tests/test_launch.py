@@ -123,7 +123,7 @@ def test_one_rank_is_late(tmp_path):
 def test_ctrl_c(tmp_path):
     process = torchrun(tmp_path, TRAIN % 'print("step", flush=True); time.sleep(0.1)', steps=10_000, wait=False)
     start = time.monotonic()
-    assert process.stdout.readline().strip() == "step"
+    assert process.stdout.readline().startswith("step")  # two ranks write into one line at times
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: to torchrun and to its ranks
     code, _, err, seconds = finish(process, start, 60)
     assert code != 0 and seconds < 40
