@@ -943,7 +943,7 @@ def several_engines(name):
     step(engine)
     assert model.running.child.weight.dtype == torch.float32
     model.layers[1].__class__ = type("WithState", (nn.Tanh,), dict(get_extra_state=lambda self: {"more": 1}))
-    for refused in (lambda: engine.save(tempfile.gettempdir() + "/never written"), lambda: engine.load_state_dict(model.state_dict())):
+    for refused in (lambda: engine.save(tempfile.gettempdir() + "/never"), lambda: engine.load_state_dict(model.state_dict())):
         with raises(ValueError, "extra state", "layers.1._extra_state"):
             refused()
 
