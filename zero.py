@@ -275,11 +275,11 @@ class Zero:
         for b in self.buckets:
             largest[b.weights.dtype] = max(largest.get(b.weights.dtype, 0), b.weights.numel())
         count = lambda dtype: min(2, sum(b.weights.dtype == dtype for b in self.buckets))
-        self._spare = {dtype: [torch.zeros(numel, dtype=dtype, device=self.device) for _ in range(count(dtype))]
+        self._spare = {dtype: [(torch.zeros(numel, dtype=dtype, device=self.device), Fence(None)) for _ in range(count(dtype))]
                        for dtype, numel in largest.items() if self.stage == 2}
         self._received = {dtype: torch.zeros(numel // self.world_size * (self.world_size - 1), dtype=dtype, device="cpu")
                           for dtype, numel in largest.items() if self.by_hand}
-        self._room = [t for flats in self._spare.values() for t in flats] + list(self._received.values())
+        self._room = [flat for spare in self._spare.values() for flat, _ in spare] + list(self._received.values())
 
     def _make_bucket(self, indices: list[int], part: int) -> Bucket:
         starts, numel = {}, 0
@@ -586,7 +586,8 @@ class Zero:
         if bucket.grads is None:
             if not self._spare[bucket.weights.dtype]:
                 self._finish(next(b for b in self._in_flight if b.weights.dtype == bucket.weights.dtype))
-            bucket.flat = self._spare[bucket.weights.dtype].pop()
+            bucket.flat, read = self._spare[bucket.weights.dtype].pop()
+            read.wait()
             bucket.grads = bucket.flat[: bucket.weights.numel()]
         places, grads, absent = [], [], []
         for i in indices:
@@ -633,7 +634,8 @@ class Zero:
             self._give_back(bucket)
 
     def _give_back(self, bucket: Bucket) -> None:
-        self._spare[bucket.weights.dtype].append(bucket.flat)
+        """The flat tensor may be filled again, when a copy of its slice to host memory, on another stream, has read it."""
+        self._spare[bucket.weights.dtype].append((bucket.flat, Fence(self._side)))
         bucket.grads = bucket.flat = None
 
     def _land(self, bucket: Bucket, total: Tensor) -> None:
@@ -642,7 +644,6 @@ class Zero:
         bucket.adds_up = self._reduced and self.stage == 2
         if self._side:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
-            total.record_stream(self._side)  # its memory is not given to anybody before this copy is over
         with torch.cuda.stream(self._side):
             bucket.landing.copy_(total, non_blocking=True)
             bucket.landed = Fence(self._side)
