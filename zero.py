@@ -400,7 +400,9 @@ class Zero:
 
     def _before_module(self, module: nn.Module) -> None:
         """A module's forward begins: its own parameters must be there, even if it hands them to code that torch does not see."""
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._asks_nobody = True  # torch.compile is following this code, and does so after its own has run
+        else:
             for p in module._parameters.values():
                 if isinstance(p, Pending):
                     p.wait()
@@ -427,7 +429,8 @@ class Zero:
         for i, own_class in bucket.classes.items():
             if own_class not in bucket.stand_ins:
                 bucket.stand_ins[own_class] = type("Pending" + own_class.__name__, (Pending, own_class), {
-                    "wait": staticmethod(lambda: self._wait_for_gather(bucket) if bucket.gathering is not None else None)})
+                    "wait": staticmethod(torch.compiler.disable(
+                        lambda: self._wait_for_gather(bucket) if bucket.gathering is not None else None))})
             self.params[i].__class__ = bucket.stand_ins[own_class]
 
     # ---- one step's micro-batches: 1 and 2 for each ------------------------------------------------------------------
