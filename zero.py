@@ -1094,8 +1094,8 @@ class SliceSum:
     adds up what it receives: (N-1)/N of the bytes, the sum rounded once.
     """
 
-    def __init__(self, engine, flat: Tensor, tag: int, room: Tensor | None = None):
-        """room: where gloo may put what it receives, at least N-1 slices, until `wait`."""
+    def __init__(self, engine, flat: Tensor, tag: int, room: Tensor | None):
+        """room: in host memory, where gloo may put what it receives, at least N-1 slices, until `wait`; None for NCCL."""
         n, r = engine.world_size, engine.rank
         slices = flat.view(n, -1)
         self.own, self.works, self.received = slices[r], [], None
@@ -1107,7 +1107,6 @@ class SliceSum:
         if not engine.by_hand:
             self.works = [dist.reduce_scatter_tensor(self.own, flat, group=engine.group, async_op=True)]
             return
-        room = torch.empty(flat.numel(), dtype=flat.dtype, device="cpu") if room is None else room
         self.received = room[: (n - 1) * self.own.numel()].view(n - 1, -1)
         for k in range(1, n):
             self.works += [dist.irecv(as_bytes(self.received[k - 1]), group=engine.group, group_src=(r - k) % n, tag=tag),

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -225,6 +226,16 @@ def assert_same_on_all_ranks(tensors):
     other = flat.clone()
     dist.broadcast(other, 0)
     assert torch.equal(flat, other), f"rank {dist.get_rank()} differs from rank 0 in {(flat != other).sum()} bytes"
+
+
+def refused(script, capsys, argv, status):
+    """Lines on stderr of a script that ends with this exit status; the last one is its own, and no process group is left."""
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(a) for a in argv])
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == status and lines[-1].startswith(f"{script.__name__}.py: "), (ended.value.code, lines)
+    assert not dist.is_initialized()
+    return lines
 
 
 @contextlib.contextmanager

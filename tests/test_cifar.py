@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from models import refused
 from PIL import Image
 
 import train_cifar as cifar
@@ -315,13 +316,7 @@ def test_nodes_with_different_folders(pool, tmp_path):
 
 
 def _refused(capsys, *argv, status=2) -> str:
-    with pytest.raises(SystemExit) as ended:
-        cifar.main([str(a) for a in argv])
-    captured = capsys.readouterr()
-    lines = captured.err.strip().splitlines()
-    assert ended.value.code == status and lines[-1].startswith("train_cifar.py: ")
-    assert not torch.distributed.is_initialized()
-    return lines[-1]
+    return refused(cifar, capsys, argv, status)[-1]
 
 
 REFUSALS = {

@@ -30,6 +30,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from models import refused
 
 import train_glue as glue
 
@@ -885,11 +886,8 @@ def test_hub_that_does_not_answer(monkeypatch):
 
 
 def _refused(capsys, *argv, status=2) -> str:
-    with pytest.raises(SystemExit) as ended:
-        glue.main([str(a) for a in argv])
-    captured = capsys.readouterr()
-    assert ended.value.code == status and captured.err.startswith("train_glue.py: ") and captured.err.count("\n") == 1
-    return captured.err
+    [line] = refused(glue, capsys, argv, status)
+    return line
 
 
 REFUSALS = {
