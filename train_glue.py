@@ -205,7 +205,7 @@ def load_engine(args):
         raise Stop(f"mode {args.mode} is not built yet ({mode.file}.py is missing)")
     module = importlib.import_module(mode.file)
     engine_class = getattr(module, mode.engine)
-    known = set(inspect.signature(engine_class).parameters) - {"model", "params", "group"}
+    known = set(inspect.signature(engine_class).parameters) - {"model", "params", "group", "device"}
     knobs = dict(mode.knobs)
     for name in ("tp", "pp", "sp", "offload"):
         if getattr(args, name):  # None and False: not given

@@ -2,11 +2,13 @@
 
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py                    # BERT and ResNet-18, ours beside the peers
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --engines zero2 deepspeed2
+    python benchmarks/step.py --work bert-base --precision bf16 --max-norm 1 --engines "plain torch" fsdp "torch fsdp2"    # a GPU
 
 Every engine trains its own copy of the model. In each round every one of them takes `--block` steps, one after the other, so that a
 machine whose speed drifts slows all of them alike. Bytes are those that rank 0's sockets deliver, per step and
-parameter (Linux, CPU ranks). "again" is the peer a second time: how far its ratio is from 1
-says how much of the other ratios is noise. Prints one table and, with --json, appends one line per row to a file.
+parameter (Linux, CPU ranks). Peak memory (GPUs) is what the engine holds between steps and the most that one of its steps adds.
+"again" is torch DDP's same copy a second time in each round: how far its ratio is from 1 says how much of the other
+ratios is noise. Prints one table and, with --json, appends one line per row to a file.
 """
 import argparse
 import copy
@@ -23,6 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from ddp import DDP, distributed, sent_bytes  # noqa: E402
+from fsdp import FSDP  # noqa: E402
 from zero import Zero  # noqa: E402
 
 
@@ -33,7 +36,7 @@ def bert(rank, device):
                         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     g = torch.Generator().manual_seed(rank)
     batch = dict(input_ids=torch.randint(8192, (8, 64), generator=g), labels=torch.randint(2, (8,), generator=g))
-    return BertForSequenceClassification(config).to(device), {k: v.to(device) for k, v in batch.items()}, None
+    return BertForSequenceClassification(config), {k: v.to(device) for k, v in batch.items()}, None
 
 
 def resnet18(rank, device):
@@ -41,15 +44,34 @@ def resnet18(rank, device):
     from torchvision.models import resnet18
     g = torch.Generator().manual_seed(rank)
     batch = (torch.randn(16, 3, 32, 32, generator=g).to(device), torch.randint(10, (16,), generator=g).to(device))
-    return resnet18(num_classes=10).to(device), batch, lambda out, b: torch.nn.functional.cross_entropy(out, b[1])
+    return resnet18(num_classes=10), batch, lambda out, b: torch.nn.functional.cross_entropy(out, b[1])
 
 
-WORKS = {"bert": bert, "resnet18": resnet18}
+def bert_base(rank, device):
+    """BERT-base with a head of 2 labels, 109.5 M parameters; 32 sequences of 128 tokens per rank."""
+    from transformers import BertConfig, BertForSequenceClassification
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    g = torch.Generator().manual_seed(rank)
+    batch = dict(input_ids=torch.randint(30522, (32, 128), generator=g), labels=torch.randint(2, (32,), generator=g))
+    return BertForSequenceClassification(config), {k: v.to(device) for k, v in batch.items()}, None
+
+
+def gpt2_xl(rank, device):
+    """GPT-2 XL, 1.56 B parameters; 8 sequences of 512 tokens per rank."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    config = GPT2Config(n_embd=1600, n_layer=48, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    tokens = torch.randint(50257, (8, 512), generator=torch.Generator().manual_seed(rank)).to(device)
+    with device:  # random numbers for so many weights take a CPU half a minute
+        model = GPT2LMHeadModel(config)
+    return model.cpu(), dict(input_ids=tokens, labels=tokens), None
+
+
+WORKS = {"bert": bert, "resnet18": resnet18, "bert-base": bert_base, "gpt2-xl": gpt2_xl}
 
 
 def ours(engine_class, **knobs):
-    def build(model, loss_fn, precision):
-        engine = engine_class(model, lr=1e-4, weight_decay=0.01, precision=precision, **knobs)
+    def build(model, loss_fn, precision, max_norm):
+        engine = engine_class(model, lr=1e-4, weight_decay=0.01, precision=precision, max_norm=max_norm, **knobs)
 
         def step(batch):
             loss = engine.forward_backward(batch, loss_fn=loss_fn)
@@ -65,39 +87,80 @@ def loss_of(model, batch, loss_fn):
     return loss_fn(output, batch) if loss_fn else output.loss
 
 
-def torch_ddp(model, loss_fn, precision, zero=False):
-    """DistributedDataParallel with gradient_as_bucket_view and torch's fused AdamW: its fastest setting here. zero: with
-    ZeroRedundancyOptimizer around AdamW, parameters_as_bucket_view."""
+def torch_loop(model, wrapped, optimizer, loss_fn, half, max_norm):
+    """The usual loop around a wrapped model. half: for autocast."""
     device = next(model.parameters()).device
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    adam = dict(lr=1e-4, weight_decay=0.01, fused=True)
-    if zero:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **adam)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **adam)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     def step(batch):
         with torch.autocast(device.type, half, enabled=half is not None):
             loss = loss_of(wrapped, batch, loss_fn)
         loss.backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
     return step
 
 
+ADAM = dict(lr=1e-4, weight_decay=0.01, fused=True)
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def plain_torch(model, loss_fn, precision, max_norm):
+    """One rank, or ranks that know nothing of each other."""
+    return torch_loop(model, model, torch.optim.AdamW(model.parameters(), **ADAM), loss_fn, HALF.get(precision), max_norm)
+
+
+def torch_ddp(model, loss_fn, precision, max_norm, zero=False):
+    """DistributedDataParallel with gradient_as_bucket_view and torch's fused AdamW: its fastest setting here. zero: with
+    ZeroRedundancyOptimizer around AdamW, parameters_as_bucket_view."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAM)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    return torch_loop(model, wrapped, optimizer, loss_fn, HALF.get(precision), max_norm)
+
+
+def blocks(model):
+    """What fsdp.py makes a unit by default."""
+    lists = [m for m in model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential))]
+    return [child for listed in lists for child in listed.children() if any(True for _ in child.children())]
+
+
+def torch_fsdp2(model, loss_fn, precision, max_norm):
+    """fully_shard around the same blocks, mixed precision by its own policy, torch's fused AdamW on its DTensors."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    policy = MixedPrecisionPolicy(param_dtype=HALF.get(precision))
+    for block in blocks(model):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return torch_loop(model, model, torch.optim.AdamW(model.parameters(), **ADAM), loss_fn, None, max_norm)
+
+
+def torch_fsdp1(model, loss_fn, precision, max_norm):
+    """FullyShardedDataParallel around the same blocks, with the original parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import CustomPolicy
+    units, half = set(blocks(model)), HALF.get(precision)
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=CustomPolicy(lambda m: m in units), use_orig_params=True,
+        mixed_precision=MixedPrecision(half, half) if half else None, device_id=next(model.parameters()).device)
+    return torch_loop(wrapped, wrapped, torch.optim.AdamW(wrapped.parameters(), **ADAM), loss_fn, None, max_norm)
+
+
 def deepspeed(stage):
     """DeepSpeed's ZeRO with torch's fused AdamW, where it is installed."""
-    def build(model, loss_fn, precision):
+    def build(model, loss_fn, precision, max_norm):
         os.environ.setdefault("DS_ACCELERATOR", next(model.parameters()).device.type)
         import deepspeed
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-                  "bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16"}}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+                  "bf16": {"enabled": precision == "bf16"}, "fp16": {"enabled": precision == "fp16"}, "gradient_clipping": max_norm}
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+        half = HALF.get(precision, torch.float32)
 
         def step(batch):
             if loss_fn:
@@ -111,41 +174,56 @@ def deepspeed(stage):
 
 
 ENGINES = {
-    "ddp": ours(DDP), "zero1": ours(Zero, stage=1), "zero2": ours(Zero, stage=2),
-    "torch zero": lambda *args: torch_ddp(*args, zero=True), "deepspeed1": deepspeed(1), "deepspeed2": deepspeed(2),
+    "ddp": ours(DDP), "zero1": ours(Zero, stage=1), "zero2": ours(Zero, stage=2), "fsdp": ours(FSDP),
+    "plain torch": plain_torch, "torch zero": lambda *args: torch_ddp(*args, zero=True), "torch fsdp1": torch_fsdp1,
+    "torch fsdp2": torch_fsdp2, "deepspeed1": deepspeed(1), "deepspeed2": deepspeed(2),
 }
 
 
-def formula(name, precision, ranks):
-    """Bytes per parameter, rank and step that the ring formulas give: what is summed and, in ZeRO, the weights handed round."""
-    width = 2 if precision != "fp32" and not name.startswith(("ddp", "torch")) else 4
-    return 2 * (ranks - 1) / ranks * width
+def formula(name, precision, ranks, model):
+    """Bytes per parameter, rank and step that the ring formulas give: what is summed and, in ZeRO, the weights handed round; fully
+    sharded the blocks' weights twice and the rest once."""
+    width = 2 if precision != "fp32" and not name.startswith(("ddp", "torch DDP", "torch zero")) else 4
+    times = 2.0
+    if "fsdp" in name:
+        in_blocks = sum(p.numel() for p in {p for block in blocks(model) for p in block.parameters()})
+        times += in_blocks / sum(p.numel() for p in model.parameters())
+    return 0.0 if name == "plain torch" else times * (ranks - 1) / ranks * width
 
 
 def measure(work, precision, args, device):
-    """Rows {engine, ms, ratio, bytes, loss} of one model, equal on all ranks."""
+    """Rows {engine, ms, ratio, bytes, GiB, loss} of one model, equal on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model, batch, loss_fn = WORKS[work](rank, device)
     numel = sum(p.numel() for p in model.parameters())
-    builders = {"torch DDP": torch_ddp, **{name: ENGINES[name] for name in args.engines}, "torch DDP again": torch_ddp}
-    steps = {name: build(copy.deepcopy(model), loss_fn, precision) for name, build in builders.items()}
+    builders = {"torch DDP": torch_ddp, **{name: ENGINES[name] for name in args.engines}}
+    on_gpu = device.type == "cuda"
+    allocated = torch.cuda.memory_allocated if on_gpu else lambda: 0
 
     def wait():
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
         dist.barrier()
-    times, sent, losses = {name: [] for name in steps}, {}, {}
-    for name, step in steps.items():
+    steps, times, sent, losses, peak = {}, {}, {}, {}, {}
+    for name, build in builders.items():
+        at_first = allocated()
+        steps[name] = step = build(copy.deepcopy(model).to(device), loss_fn, precision, args.max_norm)
         for _ in range(3):
             step(batch)
         wait()
-        before = sent_bytes()
+        before, held = sent_bytes(), allocated()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(5):  # of a strategy that gathers while the next step begins, one step sends what the last one left
             step(batch)
         wait()
         sent[name] = (sent_bytes() - before) / numel / 5
+        peak[name] = torch.cuda.max_memory_allocated() - at_first if on_gpu else 0
+        assert not on_gpu or allocated() <= held + 2**20, name
+    steps["torch DDP again"] = steps["torch DDP"]
     names = list(steps)
+    times = {name: [] for name in names}
     for k in range(args.steps // args.block):
         for name in names[k % len(names) :] + names[: k % len(names)]:  # nobody always comes first
             for _ in range(args.block):
@@ -161,31 +239,34 @@ def measure(work, precision, args, device):
             dist.all_reduce(value)
             value /= ranks
     return [dict(work=work, precision=precision, ranks=ranks, engine=name, ms=median[name], best_ms=min(times[name]),
-                 ratio=median[name] / median["torch DDP"], bytes_per_param=sent[name],
-                 formula=formula(name, precision, ranks), loss=loss[name].item()) for name in steps]
+                 ratio=median[name] / median["torch DDP"], bytes_per_param=sent.get(name, 0.0),
+                 formula=formula(name, precision, ranks, model), peak_gib=peak.get(name, 0) / 2**30, max_norm=args.max_norm,
+                 loss=loss[name].item()) for name in steps]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS), help="models (all)")
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=["bert", "resnet18"], help="models (bert resnet18)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="beside torch DDP (all that are installed)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of every engine (fp32)")
+    parser.add_argument("--max-norm", type=float, default=0.0, help="clip gradients to this global norm (0: off)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per engine (30)")
     parser.add_argument("--block", type=int, default=3, help="steps in a row per engine and round (3)")
     parser.add_argument("--json", metavar="FILE", help="append the rows to this file, one JSON object a line (off)")
     args = parser.parse_args()
     if args.engines is None:
-        args.engines = [name for name in ENGINES if "deepspeed" not in name or importlib.util.find_spec("deepspeed")]
+        installed = importlib.util.find_spec("deepspeed")
+        args.engines = [name for name in ENGINES if name != "plain torch" and (installed or "deepspeed" not in name)]
     with distributed() as device:
         rows = [row for work in args.work for row in measure(work, args.precision, args, device)]
         if dist.get_rank() == 0:
             machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
             machine = torch.cuda.get_device_name() if device.type == "cuda" else machine
             print(f"{dist.get_world_size()} ranks, {dist.get_backend()}, {machine}, torch {torch.__version__}")
-            print("model     precision  engine            median ms  best ms  ratio  B/param  formula     loss")
+            print("model      precision  engine            median ms  best ms  ratio  B/param  formula  peak GiB     loss")
             for r in rows:
-                print(f"{r['work']:10}{r['precision']:11}{r['engine']:18}{r['ms']:10.1f}{r['best_ms']:9.1f}{r['ratio']:7.3f}"
-                      f"{r['bytes_per_param']:9.2f}{r['formula']:9.2f}{r['loss']:9.4f}")
+                print(f"{r['work']:11}{r['precision']:11}{r['engine']:18}{r['ms']:10.1f}{r['best_ms']:9.1f}{r['ratio']:7.3f}"
+                      f"{r['bytes_per_param']:9.2f}{r['formula']:9.2f}{r['peak_gib']:10.2f}{r['loss']:9.4f}")
             if args.json:
                 with open(args.json, "a") as f:
                     f.writelines(json.dumps({**r, "machine": machine, "torch": torch.__version__}) + "\n" for r in rows)
