@@ -12,21 +12,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-ENGINES = {  # name: (module, class, knobs that make several buckets of these small models)
+
+def leaf_units(module):
+    """fsdp's `wrap` for these small models: whatever has parameters and no children. Not so where another module reads the
+    parameters, which must then be the root's."""
+    has_parameters = any(True for _ in module.parameters(recurse=False))
+    return has_parameters and not any(True for _ in module.children()) and not getattr(module, "read_outside", False)
+
+
+ENGINES = {  # name: (module, class, knobs that make several buckets or units of these small models)
     "ddp": ("ddp", "DDP", dict(bucket_mb=0.002, first_bucket_mb=0.001)),
     "zero1": ("zero", "Zero", dict(bucket_mb=0.002, stage=1)),
     "zero2": ("zero", "Zero", dict(bucket_mb=0.002, stage=2)),
     "zero1_offload": ("zero", "Zero", dict(bucket_mb=0.002, stage=1, offload=True)),
     "zero2_offload": ("zero", "Zero", dict(bucket_mb=0.002, stage=2, offload=True)),
+    "fsdp": ("fsdp", "FSDP", dict(wrap=leaf_units)),
+    "fsdp_no_reshard": ("fsdp", "FSDP", dict(wrap=leaf_units, reshard=False, reduce_each=False)),
+    "fsdp_offload": ("fsdp", "FSDP", dict(wrap=leaf_units, offload=True, prefetch=False)),
 }
+engines = pytest.mark.parametrize("name", ENGINES)
+fewer_engines = pytest.mark.parametrize("name", [  # where two of fsdp.py's rows would say nothing new: those in the sweep
+    pytest.param(name, marks=pytest.mark.sweep) if name in ("fsdp_no_reshard", "fsdp_offload") else name for name in ENGINES])
 
 
 def build_engine(name, model, params=None, **arguments):
-    """A strategy's engine. Only ddp.py has a bucket size of its own for the first bucket."""
+    """A strategy's engine. Only ddp.py has a bucket size of its own for the first bucket; fsdp.py has units, not buckets."""
     module, cls, knobs = ENGINES[name]
-    if module != "ddp":
-        arguments.pop("first_bucket_mb", None)
+    for argument in {"ddp": (), "fsdp": ("bucket_mb", "first_bucket_mb")}.get(module, ("first_bucket_mb",)):
+        arguments.pop(argument, None)
     return getattr(importlib.import_module(module), cls)(model, params, **{**knobs, **arguments})
+
+
+def whole(engine, write=False):
+    """The model, with weights that can be read inside, or set on all ranks alike: a collective where an engine shards them."""
+    return engine.gathered(write=write) if hasattr(engine, "gathered") else contextlib.nullcontext(engine.module)
 
 
 class Plain(nn.Module):
@@ -55,6 +74,7 @@ class Awkward(Plain):
         self.frozen = nn.Linear(7, 7)
         self.frozen.requires_grad_(False)
         self.layers[0].bias.requires_grad_(False)  # one bias in the middle
+        self.layers[3].read_outside = True  # by forward, below
 
     def forward(self, x):
         x = self.twice(torch.tanh(self.twice(x))) + self.frozen(x)
