@@ -175,8 +175,6 @@ class FSDP:
         self.group = group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        if (let_go := ENGINES.pop(model, lambda: None)()) is not None:
-            let_go()
         self._blank = any(p.is_meta for p in model.parameters())  # True until weights are loaded
         if self._blank:
             leave_meta(model, device)
@@ -204,10 +202,12 @@ class FSDP:
         self._trained = {position[p]: k for k, p in enumerate(self.params)}  # index in all_params -> among the trained ones
         self._frozen = [(n, p) for n, p in zip(self.all_names, self.all_params) if not p.requires_grad]
         self._shapes = [tuple(p.shape) for p in self.all_params]
-        self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         self.units = self._find_units(matcher(model, "wrap", wrap))
         self._check_same_model((precision, offload, reshard, prefetch, reduce_each, max_norm, adamw, initial_scale, growth_interval,
                                 min_scale, max_scale, self._blank, bool(self.optimizer.cuda)))
+        if (let_go := ENGINES.pop(model, lambda: None)()) is not None:
+            let_go()
+        self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         # before: every rank has its own initial values.  after: all have those of the group's first rank.
         # sends: each tensor once, at construction only (not in `traffic`); everybody waits.
         for t in (*(() if self._blank else model.parameters()), *model.buffers()):
@@ -232,7 +232,7 @@ class FSDP:
         self._sync = True  # False inside no_sync
         self._in_backward = False
         self._reduced = False  # the shards hold sums over the ranks
-        self._running: list[Unit] = []  # whose forward has begun and not ended, without the root
+        self._running: list[Unit] = []  # whose forward has begun and not ended
         self._enclosing: set[Unit] = set()  # those inside whose forward another unit's has begun
         self._order: list[Unit] = []  # of this forward
         self._last_order: list[Unit] = []  # of the forward before, by which gathers are started ahead
@@ -433,8 +433,9 @@ class FSDP:
 
     def _hook(self, unit: Unit) -> list:
         """Before and after each forward of the unit's module; a copy of the module, which copies hooks, is none of ours."""
-        return [unit.module.register_forward_pre_hook(lambda m, _: self._before_forward(unit) if m is unit.module else None),
-                unit.module.register_forward_hook(lambda m, _, out: self._after_forward(unit, out) if m is unit.module else None)]
+        before = lambda m, _: self._before_forward(unit) if m is unit.module else None
+        after = lambda m, _, output: self._after_forward(unit, output) if m is unit.module else None
+        return [unit.module.register_forward_pre_hook(before, prepend=True), unit.module.register_forward_hook(after)]
 
     def _let_go(self) -> None:
         """Another engine takes the model over: give it whole weights as precise as the masters. Collectives."""
@@ -565,20 +566,19 @@ class FSDP:
         self._check_has_weights()
         if unit is root:
             self._last_order, self._order, self._running, self._log = self._order, [], [], []
-        else:
-            self._enclosing.update(self._running)
-            self._running.append(unit)
-        k = len(self._order)
-        self._order.append(unit)
+        self._enclosing.update(self._running[1:])
+        self._running.append(unit)
         if self._ahead not in (None, unit):  # this forward takes another way than the last
             self._free(self._ahead)
         self._ahead = None
         self._use(unit)
-        if self.prefetch and self._last_order[k : k + 1] == [unit]:
-            for following in self._last_order[k + 1 : k + 2]:
-                if following.state == "sharded":
-                    self._gather(following)
-                    self._ahead = following
+        if self._running[0] is root:  # else your code has called a part of the model alone
+            self._order.append(unit)
+            k = len(self._order)
+            following = self._last_order[k : k + 1] if self.prefetch and self._last_order[k - 1 : k] == [unit] else []
+            if following and following[0].state == "sharded":
+                self._ahead = following[0]
+                self._gather(self._ahead)
 
     def _after_forward(self, unit: Unit, output) -> None:
         """A unit's forward is over. Backward will begin where its output's gradient is complete: leave word there."""
@@ -701,7 +701,8 @@ class FSDP:
         try:
             yield
         except BaseException as error:
-            self._in_backward, self._running, self._enclosing, self._calls = False, [], set(), []
+            self._in_backward, self._running, self._enclosing, self._calls, self._open = False, [], set(), [], []
+            self._ahead = self._recomputed = None
             in_flight, self._in_flight = self._in_flight, []
             for unit in self.units if isinstance(error, Exception) else ():  # Ctrl-C waits for nobody
                 with contextlib.suppress(RuntimeError):  # a connection that is lost
@@ -939,6 +940,7 @@ class FSDP:
             wait(work)
             flat.div_(self.world_size)
         self._reshard_all()  # the root may still be there, with the old weights, if the last backward was inside no_sync
+        self._calls = []  # graphs made with the old weights are of no use, whoever keeps them
         self.zero_grad()
         self.traffic, self._sent_bytes = self._sent_bytes, {}
         self.scaler.raise_if_stuck()
