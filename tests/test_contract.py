@@ -7,9 +7,11 @@ Numbers in test names ("case 1") are those of the list of faults that users of c
 """
 import collections
 import gc
+import importlib
 import tempfile
 import warnings
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -21,12 +23,15 @@ from models import (
     build,
     build_engine,
     cross_entropy,
+    engines,
+    fewer_engines,
     global_batch,
     loss_of,
     raises,
     random,
     rows,
     two_groups,
+    whole,
 )
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,11 +40,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp import sent_bytes
 
 KINDS = ["plain", "awkward", "tied", "checkpoint", "batchnorm", "bert", "bert-mlm", "gpt2"]
-engines = pytest.mark.parametrize("name", ENGINES)
 
 
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+def weights_of(engine):
+    """Copies of all weights, whole."""
+    with whole(engine) as model:
+        return [p.detach().clone() for p in model.parameters()]
 
 
 # ---- 1. equal to one process -------------------------------------------------------------------------------------------
@@ -81,13 +91,14 @@ def train_beside_reference(name, kind, micro_batches=2, own_loop=False, steps=3,
                 schedule.step()
             ours, theirs = dict(engine.named_parameters()), dict(reference.model.named_parameters())
             assert ours.keys() == theirs.keys()
-            for n, p in theirs.items():
-                close(ours[n].detach(), p.detach(), tolerance)
-                assert ours[n].shape == p.shape
-            for (n, b), (_, c) in zip(engine.module.named_buffers(), reference.model.named_buffers(), strict=True):
-                assert b.dtype == c.dtype, n
-                close(b, c, tolerance)
-            assert_same_on_all_ranks([*engine.module.parameters(), *engine.module.buffers()])
+            with whole(engine):
+                for n, p in theirs.items():
+                    close(ours[n].detach(), p.detach(), tolerance)
+                    assert ours[n].shape == p.shape
+                for (n, b), (_, c) in zip(engine.module.named_buffers(), reference.model.named_buffers(), strict=True):
+                    assert b.dtype == c.dtype, n
+                    close(b, c, tolerance)
+                assert_same_on_all_ranks([*engine.module.parameters(), *engine.module.buffers()])
 
 
 @engines
@@ -108,7 +119,7 @@ def test_own_loop_equals_one_process(pool, name, kind):
     pool.run(2, train_beside_reference, name, kind, micro_batches=3, own_loop=True)
 
 
-@engines
+@fewer_engines
 def test_usual_eps_equals_one_process(pool, name):
     """eps=1e-8 multiplies the rounding of a gradient near 0 by up to lr/eps = 1e6: 1e-16 becomes 1e-10, and this checks 1e-7."""
     pool.run(2, train_beside_reference, name, "plain", eps=1e-8, tolerance=1e-7)
@@ -139,7 +150,8 @@ def test_sweep_bucket_sizes(pool, name, bucket_mb):
 
 
 class LivePeak(TorchDispatchMode):
-    """The largest total of live storages that appear while it is on, other than those of `known` tensors."""
+    """The largest total of live storages that appear while it is on, other than those of `known` tensors. After each operation the
+    sizes are read anew: a storage may have been emptied or filled in place (`resize_`)."""
 
     def __init__(self, known):
         super().__init__()
@@ -151,9 +163,10 @@ class LivePeak(TorchDispatchMode):
         for t in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.known:
                 s = t.untyped_storage()
-                self.storages[s._cdata] = (StorageWeakRef(s), s.nbytes())
-        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(v[1] for v in self.storages.values()))
+                self.storages[s._cdata] = StorageWeakRef(s)
+        live = {k: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for k, ref in self.storages.items()}
+        self.storages = {k: self.storages[k] for k, storage in live.items() if storage is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in live.values() if storage is not None))
         return out
 
 
@@ -189,16 +202,61 @@ def held_memory(name, precision, micro_batches):
     assert layer * width <= live.peak <= bound, (live.peak, bound)
 
 
+def held_memory_of_units(name, precision, micro_batches):
+    """fsdp.py with the same eight layers, the last two in the root, so that the root's gradients are there while units compute."""
+    torch.manual_seed(0)
+    layer, layers, n = 400 * 400, 8, dist.get_world_size()
+    model = nn.Sequential(*[nn.Linear(400, 400, bias=False) for _ in range(layers)])
+    model[6].read_outside = model[7].read_outside = True
+    engine = build_engine(name, model, precision=precision)
+    for _ in range(3):
+        kept = [t for f in engine.flats for t in (f.master, f.store, f.shard, f.landing)]
+        kept += [t for f in engine.fragments for t in (f.exp_avg, f.exp_avg_sq)]
+        kept = [t for t in kept if t is not None]
+        with LivePeak(kept) as forward, torch.no_grad():
+            engine(torch.randn(1, 400))
+        with LivePeak(kept) as live:
+            engine.forward_backward(torch.randn(micro_batches, 400), micro_batches, lambda out, x: out.float().square().mean())
+        held = {kind: sum(by_device.values()) for kind, by_device in engine.memory().items()}
+        engine.step()
+        between = {kind: sum(by_device.values()) for kind, by_device in engine.memory().items()}
+    # Weights that are not fp32 have fp32 masters, and offloaded a copy in their own dtype; fp32 weights are their own. Sums of
+    # several micro-batches add up in fp32 unless whole gradients wait for the last one (reduce_each=False). Offloaded, what
+    # lands in host memory stays, and where it is added to something, that too.
+    width, offload, whole_gradients = 2 if precision == "bf16" else 4, name == "fsdp_offload", name == "fsdp_no_reshard"
+    gradients = 4 if micro_batches > 1 and not whole_gradients else width
+    if offload and micro_batches > 1:
+        gradients += width
+    weights = 4 if width == 4 else 2 if offload else 0
+    formula = dict(parameters=weights / n, optimizer=(8 if width == 4 else 12) / n, buffers=0)
+    for found, expected in ((held, dict(formula, gradients=gradients / n)),
+                            (between, dict(formula, gradients=gradients / n if offload else 0))):
+        for kind, per_element in expected.items():
+            assert abs(found[kind] - per_element * layers * layer) <= 0.01 * per_element * layers * layer, (kind, found, expected)
+    # Beside that, in layers: forward has the root (2) and two units, one if none is gathered ahead. Backward has the root, its
+    # gradients (2), the unit that computes, its gradients, the unit before it, whose memory holds gradients on their way, the
+    # next one's weights, and under gloo (N-1)/N of a unit for what is received. Kept from forward to backward (reshard=False)
+    # there are all weights; with whole gradients beside them nothing is sent before the first of those has been added.
+    ahead = 0 if offload else 1
+    in_forward, in_backward = 3 + ahead, 2 + 2 + 3 + ahead + (n - 1) / n
+    if whole_gradients:
+        in_backward = layers + 2 + 1 + (n - 1) / n if micro_batches == 1 else 2 * layers + 2 + 1
+    slack = 2**17 + 400 * 4 * 50  # sums are made in pieces of 64 KiB; activations of one sample: less than a layer
+    for live_peak, of_layers in ((forward.peak, in_forward), (live.peak, in_backward)):
+        assert 0 <= live_peak - of_layers * layer * width <= slack < layer * width, (live_peak / layer / width, of_layers)
+
+
 @engines
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_memory_equals_the_formula(pool, name, precision, micro_batches):
-    pool.run(2, held_memory, name, precision, micro_batches)
+    pool.run(2, held_memory_of_units if name.startswith("fsdp") else held_memory, name, precision, micro_batches)
 
 
 def live_bytes():
     gc.collect()
-    storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():  # parameters that are not here have storages, too
+        storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor)]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
@@ -231,10 +289,12 @@ def test_nothing_grows(pool, name):
 
 
 def wire_bytes(name, width, precision, **knobs):
-    """Bytes that this rank sends in the third step of four layers of width x width: on the wire, and as the engine counts."""
+    """Bytes that this rank sends in the third step of four layers of width x width (for fsdp, one in the root): on the wire, and
+    as the engine counts."""
     torch.manual_seed(0)
-    engine = build_engine(name, nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), precision=precision,
-                          **{"bucket_mb": 4.0, **knobs})
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+    model[0].read_outside = True
+    engine = build_engine(name, model, precision=precision, **{"bucket_mb": 4.0, **knobs})
     x = torch.randn(2, width)
     for _ in range(3):
         dist.barrier()
@@ -252,10 +312,12 @@ def mean_over_ranks(results):
 
 
 def check_wire_bytes(pool, name, ranks, precision="fp32", width=1300):
-    """6.8e6 parameters: 27 MB in fp32 on 2 ranks. An all-reduce, or a reduce-scatter and a gather, which send as much."""
+    """6.8e6 parameters: 27 MB in fp32 on 2 ranks. An all-reduce, or a reduce-scatter and a gather, which send as much. fsdp
+    gathers units (three of the four layers) a second time, for backward, unless they stay (reshard=False)."""
     empty, _, _ = mean_over_ranks(pool.run(ranks, wire_bytes, name, 8, precision))
     sent, counted, numel = mean_over_ranks(pool.run(ranks, wire_bytes, name, width, precision))
-    formula = 2 * (ranks - 1) / ranks * (2 if precision == "bf16" and name != "ddp" else 4) * numel
+    collectives = 2 + 3 / 4 if name in ("fsdp", "fsdp_offload") else 2
+    formula = collectives * (ranks - 1) / ranks * (2 if precision == "bf16" and name != "ddp" else 4) * numel
     assert abs((sent - empty) / formula - 1) < 0.01, (sent, empty, formula)
     assert abs(counted / formula - 1) < 0.01, (counted, formula)
 
@@ -267,7 +329,7 @@ def test_bytes_on_the_wire_equal_the_formula(pool, name, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("name", ["zero1", "zero2"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", pytest.param("fsdp_no_reshard", marks=pytest.mark.sweep)])
 def test_half_precision_sends_half_the_bytes(pool, name, ranks):
     check_wire_bytes(pool, name, ranks, "bf16", width=1900)
 
@@ -355,8 +417,9 @@ def varying_micro_batches(name):
             close(engine.full_grad(n), p.grad)
         reference.step()
         engine.step()
-        for p, q in zip(engine.module.parameters(), reference.model.parameters(), strict=True):
-            close(p, q)
+        with whole(engine) as model:
+            for p, q in zip(model.parameters(), reference.model.parameters(), strict=True):
+                close(p, q)
 
 
 @engines
@@ -390,7 +453,8 @@ def test_uneven_batches_and_missing_micro_batches(pool, name):
 def weighted_mean(name):
     """Case 7: one token with loss 4 on rank 0, three with loss 0 on rank 1: the mean over tokens is 1, the mean of means 2."""
     engine = build_engine(name, nn.Linear(1, 1, bias=False), precision="fp32", lr=0.0)
-    nn.init.ones_(engine.module.weight)
+    with whole(engine, write=True) as model:
+        nn.init.ones_(model.weight)
     tokens = torch.tensor([[4.0]]) if dist.get_rank() == 0 else torch.zeros(3, 1)
     assert engine.forward_backward(tokens, loss_fn=lambda out, x: out.mean()) == 1.0
     assert engine.full_grad("weight").item() == 1.0
@@ -407,7 +471,7 @@ def weighted_mean(name):
     assert engine.forward_backward(nan, loss_fn=lambda out, x: out.sum() * 0, weight=lambda b: 0) == 0.0
 
 
-@engines
+@fewer_engines
 def test_case_7_weighted_mean(pool, name):
     pool.run(2, weighted_mean, name)
 
@@ -431,7 +495,7 @@ def token_weights(name):
             torch.testing.assert_close(engine.full_grad(n), p.grad.cpu(), rtol=1e-4, atol=1e-6)
 
 
-@engines
+@fewer_engines
 def test_tokens_weigh_micro_batches(pool, name):
     pool.run(2, token_weights, name)
 
@@ -462,6 +526,56 @@ def test_ddp_reduces_while_backward_runs(pool):
     pool.run(2, overlap_log, "ddp")
 
 
+def events_of_units(name):
+    """What fsdp.py does in the second step, in order: gathers and sums of each layer, its output, its gradient."""
+    torch.manual_seed(0)
+    fsdp, layers, log = importlib.import_module("fsdp"), 5, []
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)])
+    engine = build_engine(name, model, precision="fp32")
+    unit_of = {2 * flat.tag: int(unit.name) for unit in engine.units for flat in unit.flats}
+    gather, add_up = fsdp.SliceGather, fsdp.SliceSum
+    fsdp.SliceGather = lambda e, flat, tag: (log.append(("gather", unit_of[tag])), gather(e, flat, tag))[1]
+    fsdp.SliceSum = lambda e, flat, tag, room: (log.append(("sum", unit_of[tag - 1])), add_up(e, flat, tag, room))[1]
+    for i, module in enumerate(model):
+        module.register_forward_hook(lambda *_, i=i: log.append(("output", i)))
+        module.weight.register_post_accumulate_grad_hook(lambda p, i=i: log.append(("gradient", i)))
+    try:
+        for _ in range(2):  # in the first one forward knows no order, and gathers nothing ahead
+            log.clear()
+            engine.forward_backward(torch.randn(4, 64), 2, lambda out, x: out.square().mean())
+            engine.step()
+    finally:
+        fsdp.SliceGather, fsdp.SliceSum = gather, add_up
+
+    def in_turn(order, *steps):
+        """Layer after layer: each step with that layer, or with the one `late` before it in `order`; late = -1 is the next one."""
+        last = len(order)
+        return [(what, order[k - late]) for k in range(-1, last + 1) for what, late in steps if 0 <= k - late < last]
+
+    ahead = -1 if engine.prefetch else 0  # a gather starts before the layer ahead of it computes
+    forward, backward = range(layers), range(layers)[::-1]
+    reshard = [("gather", ahead)] if engine.reshard else []
+    micro_batches = []
+    for last in (False, True):
+        micro_batches += in_turn(forward, ("gather", ahead), ("output", 0))
+        # the sum of a layer is sent before the gradient of the next one is made, the last layer's, number 0, after all
+        sums = [("sum", 1)] if engine.reduce_each or last else []
+        micro_batches += in_turn(backward, *sums, *reshard, ("gradient", 0))
+    assert log == micro_batches, (log, micro_batches)
+    assert log.index(("sum", layers - 1)) < len(log) - 1 - log[::-1].index(("gradient", 0))
+    # k reduce-scatters for k micro-batches, one if whole gradients wait; gathers in each
+    sums = 2 if engine.reduce_each else 1
+    one_of_all = sum(flat.full.numel() for flat in engine.flats) * 4 // 2
+    assert engine.traffic["reduce_scatter"] == sums * one_of_all
+    assert engine.traffic["all_gather"] == 2 * (2 if engine.reshard else 1) * one_of_all
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("fsdp")])
+def test_fsdp_gathers_and_sends_while_others_compute(pool, name):
+    """Sums: all but the last before the first layer's gradient exists."""
+    pool.run(2, events_of_units, name)
+
+
 def opposite_order(name):
     """Case 10: y = a(x) + b(x), evaluated in the opposite order on rank 1; then b is skipped on rank 1."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -471,6 +585,8 @@ def opposite_order(name):
             super().__init__()
             torch.manual_seed(0)
             self.a, self.b, self.c = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)
+            for module in (self.a, self.b, self.c):  # fsdp: in the root, since units must run in one order
+                module.read_outside = True
 
         def forward(self, x, order):
             return sum(getattr(self, branch)(x) for branch in order) / len(order)
@@ -479,41 +595,75 @@ def opposite_order(name):
     mine = x[2 * rank : 2 * rank + 2]
     engine = build_engine(name, Two().double(), precision="fp32", lr=0.1, weight_decay=0.1, bucket_mb=1e-6, first_bucket_mb=1e-6)
     for orders in (("ab", "ba"), ("ab", "a"), ("a", "b"), ("b", "ab")):
-        plain = Two().double()
-        plain.load_state_dict(engine.module.state_dict())
-        before = [p.detach().clone() for p in engine.module.c.parameters()]
+        plain, before = Two().double(), weights_of(engine)
+        for p, q in zip(plain.parameters(), before, strict=True):
+            p.data.copy_(q)
         sum(plain(x[2 * r : 2 * r + 2], orders[r]).square().mean() / ranks for r in range(ranks)).backward()
         engine.backward(engine(mine, orders[rank]).square().mean())
         for n, p in plain.named_parameters():
             close(engine.full_grad(n), torch.zeros_like(p) if p.grad is None else p.grad)
         engine.step()
-        assert_same_on_all_ranks(engine.module.parameters())
-        assert all(torch.equal(p, q) for p, q in zip(engine.module.c.parameters(), before, strict=True))  # no decay either
+        after = weights_of(engine)
+        assert_same_on_all_ranks(after)
+        assert all(torch.equal(p, q) for p, q in zip(after[4:], before[4:], strict=True))  # c: no decay either
 
 
-@engines
+@fewer_engines
 def test_case_10_ranks_use_parameters_in_different_order(pool, name):
     pool.run(2, opposite_order, name)
+
+
+class EitherFirst(nn.Module):
+    """Two layers of one size, each a unit of fsdp.py; rank 1 computes them in the other order if `turned`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, turned):
+        first, second = (self.b, self.a) if turned and dist.get_rank() else (self.a, self.b)
+        return first(torch.tanh(second(x)))
+
+
+def units_in_opposite_order(name):
+    """gloo's messages carry the unit's number, so the ranks wait for each other until the group's time is over."""
+    engine = build_engine(name, EitherFirst(), precision="fp32", group=dist.new_group(timeout=timedelta(seconds=2)))
+    with raises(RuntimeError, f"gathering {'ab'[1 - dist.get_rank()]}", "every rank must run the same units"):
+        engine(torch.randn(4, 8), turned=True)
+
+
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("fsdp_offload", marks=pytest.mark.sweep)])
+def test_case_10_units_in_different_order_end_in_an_error(pool, name):
+    pool.run(2, units_in_opposite_order, name)
 
 
 # ---- 5. clipping and overflow ----------------------------------------------------------------------------------------------
 
 
+class ThreeAndFour(nn.Module):
+    """These are its gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self):
+        return 3 * self.a.sum() + 4 * self.b.sum()
+
+
 def clip_numbers(name):
     """Cases 27 and 25: gradients 3 and 4, max_norm 1: norm 5, clipped to 0.6 and 0.8, seen in exp_avg = 0.1 g."""
     for scale in (1.0, 1024.0):
-        model = nn.ParameterDict(dict(a=nn.Parameter(torch.zeros(1)), b=nn.Parameter(torch.zeros(1))))
-        engine = build_engine(name, model, precision="fp16", initial_scale=scale, max_norm=1.0)
-        with torch.enable_grad():
-            loss = 3 * engine.module["a"].sum() + 4 * engine.module["b"].sum()
-        engine.backward(loss)
+        engine = build_engine(name, ThreeAndFour(), precision="fp16", initial_scale=scale, max_norm=1.0)
+        engine.backward(engine())
         engine.step()
         assert engine.grad_norm == 5.0 and not engine.skipped
         state = engine.optimizer.state_dict().get("state")  # on rank 0
         assert not state or abs(state["a"]["exp_avg"] - 0.06) < 1e-7 and abs(state["b"]["exp_avg"] - 0.08) < 1e-7, state
 
 
-@engines
+@fewer_engines
 def test_cases_25_and_27_clip_by_the_global_norm(pool, name):
     pool.run(2, clip_numbers, name)
 
@@ -528,11 +678,11 @@ def scale_changes_nothing(name):
             engine.forward_backward(batch, 2, loss_fn)
             engine.step()
             assert engine.grad_norm > 0.1
-        return [p.detach().clone() for p in engine.module.parameters()]
+        return weights_of(engine)
     assert all(torch.equal(p, q) for p, q in zip(run(1.0), run(1024.0), strict=True))
 
 
-@engines
+@fewer_engines
 def test_case_25_scale_changes_no_bit(pool, name):
     pool.run(2, scale_changes_nothing, name)
 
@@ -545,7 +695,7 @@ def overflow_on_one_rank(name, precision):
 
     def state():
         moments = [t for f in engine.fragments for t in (f.exp_avg, f.exp_avg_sq)]
-        return [t.detach().clone() for t in (*engine.module.parameters(), *moments, engine.optimizer.steps)]
+        return weights_of(engine) + [t.clone() for t in (*moments, engine.optimizer.steps)]
 
     for step in range(4):
         before, scale = state(), engine.scale
@@ -559,7 +709,7 @@ def overflow_on_one_rank(name, precision):
         assert engine.scale == scale * (0.5 if bad and precision == "fp16" else 1)
         unchanged = [torch.equal(p, q) for p, q in zip(before, state(), strict=True)]
         assert all(unchanged) if bad else not any(unchanged)
-        assert_same_on_all_ranks([*engine.module.parameters(), engine.optimizer.steps])
+        assert_same_on_all_ranks([*weights_of(engine), engine.optimizer.steps])
         assert schedule.last_epoch == step + 1  # a schedule counts calls, skipped or not
 
 
@@ -580,7 +730,7 @@ def stuck(name):
         engine.step()
 
 
-@engines
+@fewer_engines
 def test_case_26_endless_overflow_ends_in_an_error(pool, name):
     pool.run(2, stuck, name)
 
@@ -598,8 +748,8 @@ def reentrant(name):
     one_bucket.backward(loss_fn(one_bucket(batch[0]), batch))
     plain = build("checkpoint")
     for r in range(dist.get_world_size()):
-        whole, _ = global_batch("plain", 4, r)
-        (loss_fn(plain(whole[0]), whole) / dist.get_world_size()).backward()
+        batch_of_r, _ = global_batch("plain", 4, r)
+        (loss_fn(plain(batch_of_r[0]), batch_of_r) / dist.get_world_size()).backward()
     for n, p in plain.named_parameters():
         close(one_bucket.full_grad(n), p.grad)
     many = build_engine(name, build("reentrant"), precision="fp32", bucket_mb=1e-6, first_bucket_mb=1e-6)
@@ -626,13 +776,15 @@ def tied_and_saved(name):
             assert engine.module.get_parameter(a) is engine.module.get_parameter(b)
         saved = engine.state_dict()
         assert (dist.get_rank() == 0) == bool(saved)
+        with torch.no_grad():
+            logits = engine(**batch[0]).logits
         if saved:
             plain = build(kind, seed=1)
             plain.load_state_dict(saved, strict=True)
-            close(plain(**batch[0]).logits, model(**batch[0]).logits)
+            close(plain(**batch[0]).logits, logits)
 
 
-@engines
+@fewer_engines
 def test_case_15_tied_weights_stay_tied(pool, name):
     pool.run(2, tied_and_saved, name)
 
@@ -653,7 +805,8 @@ def several_dtypes(name):
     model, plain = Mixed(), Mixed()
     plain.load_state_dict(model.state_dict())
     engine = build_engine(name, model, precision="fp32", lr=0.01)
-    assert (model.norm.weight == 1 + 2**-12).all()
+    with whole(engine):
+        assert (model.norm.weight == 1 + 2**-12).all()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0, fused=True)
     x = random(4, 6, seed=2, dtype=torch.float32)
     for _ in range(3):
@@ -662,13 +815,14 @@ def several_dtypes(name):
         engine.step()
         optimizer.step()
         optimizer.zero_grad()
-        for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert p.dtype == q.dtype
-            torch.testing.assert_close(p, q, msg=n)  # torch's defaults for the dtype: both ranks saw the same samples
+        with whole(engine):
+            for (n, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert p.dtype == q.dtype
+                torch.testing.assert_close(p, q, msg=n)  # torch's defaults for the dtype: both ranks saw the same samples
     assert engine.optimizer.steps.tolist() == [3.0] * 6
 
 
-@engines
+@fewer_engines
 def test_case_18_several_dtypes(pool, name):
     pool.run(2, several_dtypes, name)
 
@@ -677,7 +831,7 @@ def batch_norm_policy(name, precision):
     """Cases 31 and 33: running statistics averaged; integer counters untouched; the same evaluation on every rank."""
     model = build("batchnorm", seed=dist.get_rank(), dtype=torch.float32)  # case 79: other seeds, the same start
     engine = build_engine(name, model, precision=precision)
-    assert_same_on_all_ranks([*model.parameters(), *model.buffers()])
+    assert_same_on_all_ranks([*weights_of(engine), *model.buffers()])
     for step in range(3):
         batch, loss_fn = global_batch("batchnorm", 4, step + 10 * dist.get_rank(), torch.float32)
         engine.forward_backward(batch, loss_fn=loss_fn)
@@ -690,7 +844,7 @@ def batch_norm_policy(name, precision):
         assert_same_on_all_ranks([engine.eval()(fixed[0]), norm.running_mean, norm.running_var])
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_cases_31_33_79_batch_norm(pool, name, precision):
     pool.run(2, batch_norm_policy, name, precision)
@@ -701,14 +855,15 @@ def same_as_construction(name):
     model = build("bert", seed=dist.get_rank())
     position_ids = model.bert.embeddings.position_ids
     engine = build_engine(name, model, precision="fp32")
-    assert_same_on_all_ranks([*model.parameters(), *model.buffers()])
+    weights = weights_of(engine)
+    assert_same_on_all_ranks([*weights, *model.buffers()])
     assert torch.equal(engine.module.bert.embeddings.position_ids, position_ids)
     if dist.get_rank() == 0:
         reference = build("bert", seed=0)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(weights, reference.parameters(), strict=True))
 
 
-@engines
+@fewer_engines
 def test_case_79_seeds(pool, name):
     pool.run(2, same_as_construction, name)
 
@@ -721,19 +876,19 @@ def groups_and_strays(name):
     engine = build_engine(name, model, groups, precision="fp32", lr=0.1)
     assert [g["params"] for g in engine.optimizer.param_groups] == [[], [head.bias], [head.weight]]
     assert isinstance(engine.optimizer, torch.optim.Optimizer)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = weights_of(engine)
     batch, loss_fn = global_batch("plain", 4, dist.get_rank())
     engine.forward_backward(batch, loss_fn=loss_fn)
     with raises(ValueError, "layers.0.weight", "not a trained parameter"):
         engine.full_grad("layers.0.weight")
     engine.step()
-    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    moved = {n for (n, _), p, q in zip(model.named_parameters(), weights_of(engine), before, strict=True) if not torch.equal(p, q)}
     assert moved == {"layers.5.weight", "layers.5.bias"}
     with raises(ValueError, "not the model's", "(3, 2)"):
         build_engine(name, build("plain"), [nn.Parameter(torch.zeros(3, 2))], precision="fp32")
 
 
-@engines
+@fewer_engines
 def test_cases_19_20_groups(pool, name):
     pool.run(2, groups_and_strays, name)
 
@@ -777,8 +932,8 @@ def wrong_use(name):
     with raises(ValueError, "different models"):
         build_engine(name, nn.Linear(3, 3 + rank), precision="fp32")
     moved = build_engine(name, build("plain"), precision="fp32")
-    moved.module.float()
-    with raises(RuntimeError, "layers.0.weight", "moved"):
+    with raises(RuntimeError, "layers.0.weight", "sharded" if name.startswith("fsdp") else "moved"):
+        moved.module.float()
         moved.forward_backward((batch[0].float(), batch[1]), 1, loss_fn)
 
 
@@ -807,7 +962,7 @@ def taken_over(name):
     again()
     engine.forward_backward(batch, loss_fn=loss_fn)
     model.zero_grad()
-    if not name.startswith("zero2"):  # where there is no .grad between backward and step, that removes nothing
+    if not name.startswith(("zero2", "fsdp")):  # where there is no .grad between backward and step, that removes nothing
         with raises(RuntimeError, ".grad was replaced or removed"):
             engine.step()
     engine.zero_grad()
@@ -854,7 +1009,7 @@ def test_tokens_are_counted_by_the_model_class():
     assert default_weight(causal, dict(labels=labels.float())) == 2 and default_weight(causal, (labels,)) == 2
 
 
-@engines
+@fewer_engines
 def test_wrong_use_is_refused_by_name(pool, name):
     pool.run(2, wrong_use, name)
 
@@ -864,26 +1019,27 @@ def state_dicts(name):
     engine = build_engine(name, build("plain"), precision="fp32", lr=0.1)
     batch, loss_fn = global_batch("plain", 4, dist.get_rank())
     other = build("plain", seed=5).state_dict()
-    before = [p.detach().clone() for p in engine.module.parameters()]
+    before = weights_of(engine)
     for bad, word in (({k: v for k, v in other.items() if k != "layers.0.bias"}, "layers.0.bias"),
                       ({**other, "more": torch.zeros(1)}, "more"),
                       ({**other, "layers.5.bias": torch.zeros(2)}, "layers.5.bias (2,) instead of (3,)")):
         with raises(ValueError, word):
             engine.load_state_dict(bad if dist.get_rank() == 0 else {})
-        assert all(torch.equal(p, q) for p, q in zip(engine.module.parameters(), before, strict=True))
+        assert all(torch.equal(p, q) for p, q in zip(weights_of(engine), before, strict=True))
     engine.load_state_dict(other if dist.get_rank() == 0 else {})
-    assert all(torch.equal(p, other[n]) for n, p in engine.module.named_parameters())
-    reference = Reference(engine.module, None, 0.0, lr=0.1, weight_decay=0.0)
+    with whole(engine) as model:
+        assert all(torch.equal(p, other[n]) for n, p in model.named_parameters())
+    reference = Reference(build("plain", seed=5), None, 0.0, lr=0.1, weight_decay=0.0)
     engine.forward_backward(batch, loss_fn=loss_fn)  # and it trains on from there
-    whole = [global_batch("plain", 4, r)[0] for r in range(dist.get_world_size())]
-    reference.backward(None, loss_fn, [[b] for b in whole])
+    batches = [global_batch("plain", 4, r)[0] for r in range(dist.get_world_size())]
+    reference.backward(None, loss_fn, [[b] for b in batches])
     reference.step()
     engine.step()
-    for p, q in zip(engine.module.parameters(), reference.model.parameters(), strict=True):
+    for p, q in zip(weights_of(engine), reference.model.parameters(), strict=True):
         close(p, q, 1e-7)
 
 
-@engines
+@fewer_engines
 def test_case_44_state_dict(pool, name):
     pool.run(2, state_dicts, name)
 
@@ -911,10 +1067,10 @@ def several_engines(name):
     batch, loss_fn = global_batch("plain", 4, dist.get_rank(), torch.float32)
 
     def step(engine):
-        before = [p.detach().clone() for p in engine.module.parameters()]
+        before = weights_of(engine)
         engine.forward_backward(batch, loss_fn=loss_fn)
         engine.step()
-        assert not engine.skipped and not any(torch.equal(p, q) for p, q in zip(before, engine.module.parameters(), strict=True))
+        assert not engine.skipped and not any(torch.equal(p, q) for p, q in zip(before, weights_of(engine), strict=True))
 
     for precision in ("fp32", "bf16"):
         model = build("plain", dtype=torch.float32)
@@ -943,7 +1099,9 @@ def several_engines(name):
     step(engine)
     assert model.running.child.weight.dtype == torch.float32
     model.layers[1].__class__ = type("WithState", (nn.Tanh,), dict(get_extra_state=lambda self: {"more": 1}))
-    for refused in (lambda: engine.save(tempfile.gettempdir() + "/never"), lambda: engine.load_state_dict(model.state_dict())):
+    with whole(engine):
+        state_dict = model.state_dict()
+    for refused in (lambda: engine.save(tempfile.gettempdir() + "/never"), lambda: engine.load_state_dict(state_dict)):
         with raises(ValueError, "extra state", "layers.1._extra_state"):
             refused()
 
@@ -989,8 +1147,9 @@ def half_oracle(name, precision, max_norm):
         engine.step()
         close(engine.grad_norm, norm, 1e-14)  # squares summed in float64, in another order
         assert not max_norm or step or norm > max_norm
-        for (_, p), q in zip(engine.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(p, q)
+        with whole(engine):
+            for (_, p), q in zip(engine.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p, q)
         for f in engine.fragments:
             assert torch.equal(f.master.view(-1), masters.get_parameter(f.name).detach().view(-1)[f.start : f.end])
 
@@ -1026,7 +1185,7 @@ def half_gradients(name, precision):
         assert error < max(2**-6, bound), (n, error, bound)
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_gradients(pool, name, precision):
     pool.run(2, half_gradients, name, precision)
