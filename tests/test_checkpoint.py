@@ -25,18 +25,31 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from models import ENGINES, Plain, Reference, build, build_engine, global_batch, loss_of, raises, rows, two_groups
+from models import (
+    ENGINES,
+    Plain,
+    Reference,
+    build,
+    build_engine,
+    engines,
+    fewer_engines,
+    global_batch,
+    loss_of,
+    raises,
+    rows,
+    two_groups,
+    whole,
+)
 from test_contract import LivePeak
 from torch import nn
 
 SAMPLES = 12  # of the global batch, whatever the number of ranks
-engines = pytest.mark.parametrize("name", ENGINES)
 FILES = [*{module: name for name, (module, *_) in reversed(ENGINES.items())}.values()][::-1]  # the first engine of each
 files = pytest.mark.parametrize("name", FILES)
 # Blocks that are the same in all files to the letter (test_copies.py) are tried in the first; in all of them in the sweep.
 blocks = pytest.mark.parametrize("name", [FILES[0], *[pytest.param(name, marks=pytest.mark.sweep) for name in FILES[1:]]])
-pairs = pytest.mark.parametrize("first, then", [  # from and to the first strategy; all others in the sweep
-    pytest.param(first, then, marks=[] if FILES[0] in (first, then) else pytest.mark.sweep)
+pairs = pytest.mark.parametrize("first, then", [  # from and to the first strategy, and between files; all others in the sweep
+    pytest.param(first, then, marks=[] if FILES[0] in (first, then) or {first, then} <= {*FILES} else pytest.mark.sweep)
     for first, then in itertools.product(ENGINES, ENGINES) if first != then or len(ENGINES) == 1])
 
 
@@ -72,12 +85,14 @@ def assert_same(a, b):
 
 
 def state_of(engine) -> dict:
-    """Copies of all that a checkpoint holds of this rank, and its random numbers."""
-    adam = engine.optimizer
+    """Copies of all that a checkpoint holds of this rank, and its random numbers. No collective, so of weights that are sharded
+    this rank's slices, with which a gather begins."""
+    adam, sharded = engine.optimizer, hasattr(engine, "gathered")
+    weights = [flat.store for flat in engine.flats] if sharded else engine.module.parameters()
     return {
         "fragments": {(f.name, str(f.boxes), f.start, kind): getattr(f, kind).clone()
                       for f in (*engine.fragments, *engine.kept()) for kind in f.kinds()},
-        "model": [t.detach().clone() for t in (*engine.module.parameters(), *engine.module.buffers())],
+        "model": [t.detach().clone() for t in (*weights, *engine.module.buffers())],
         "steps": adam.steps.clone(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in adam.param_groups],
         "scaler": engine.scaler.state.clone(),
@@ -145,6 +160,8 @@ def resumed_bitwise(name, kind, directory, saved_after=2, steps=4, **options):
 
     a, b = straight.engine, second.engine
     assert_same(state_of(a), state_of(b))
+    with whole(a) as model, whole(b) as resumed:
+        assert_same([p.detach() for p in model.parameters()], [p.detach() for p in resumed.parameters()])
     assert_same(a.state_dict(), b.state_dict())
     assert_same(a.optimizer.state_dict(), b.optimizer.state_dict())
     assert (a.scale, a.skipped_steps, a.grad_norm) == (b.scale, b.skipped_steps, b.grad_norm)
@@ -195,7 +212,7 @@ def other_precision(name, directory):
     assert full.engine.scale == 1.0
 
 
-@engines
+@fewer_engines
 def test_resumed_in_another_precision(pool, tmp_path, name):
     """fp16 on one side only: the loss scale, and the count towards its next doubling, stay what they are."""
     pool.run(2, other_precision, name, str(tmp_path))
@@ -252,7 +269,7 @@ def resume_beside_one_process(name, kind, directory):
             close(adam["state"][key][kind_], straight_adam[key][kind_])
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("kind, saved, resumed", [
     ("awkward", 2, (1, 3)), ("awkward", 4, (3,)), ("gpt2", 2, (3,)),
     *[pytest.param(kind, *ranks, marks=pytest.mark.sweep) for kind in ("awkward", "tied", "gpt2", "bert-mlm", "plain")
@@ -507,7 +524,7 @@ def load_by_hand(name, directory):
     assert_same(engine.optimizer.steps, expected.optimizer.steps)
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.sweep)])
 def test_tensor_parallel_fragments_to_an_engine_and_back(pool, tmp_path, name, ranks):
     pool.run(4, save_by_hand, name, f"{tmp_path}/by-hand")
@@ -912,7 +929,7 @@ def test_extra_that_cannot_be_saved(pool, tmp_path, saved, name):
 
 
 def odd_dtype(name, directory):
-    run = Run(name, "awkward", change=add("phase", lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)))
+    run = Run(name, "awkward", change=lambda model: model.register_buffer("phase", torch.ones(2, dtype=torch.complex64)))
     with save_refused(name, run, directory, "phase", "complex64"):
         run.engine.save(directory)
 
@@ -1050,6 +1067,7 @@ class Blocks(nn.Module):
     def __init__(self, count, numel):
         super().__init__()
         self.blocks = nn.ParameterList([nn.Parameter(torch.full((numel,), float(i))) for i in range(count)])
+        self.blocks.read_outside = True  # by forward, below
 
     def forward(self, x):
         return sum((block * x).sum() for block in self.blocks)
@@ -1061,14 +1079,16 @@ def live_peaks(name, directory):
     held = [t for f in engine.fragments for t in (f.master, f.grad, f.exp_avg, f.exp_avg_sq, f.half) if t is not None]
     peaks = []
     for call in (file_of(name).save_checkpoint, file_of(name).load_checkpoint):
-        with LivePeak([*held, *engine.module.parameters()]) as live:
+        with whole(engine) as model:
+            live = LivePeak([*held, *model.parameters()])
+        with live:
             call(engine, directory, {})
         peaks.append(live.peak)
     assert peaks[0] <= 2**16, peaks  # CPU tensors are written from where they are; 2^16: random states, what ranks tell each other
     assert peaks[1] <= largest + 2**16, peaks
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.sweep)])
 def test_new_storages_are_no_larger_than_one_parameter(pool, tmp_path, name, ranks):
     pool.run(ranks, live_peaks, name, f"{tmp_path}/run")
@@ -1132,7 +1152,7 @@ def save_exactly(name, precision, directory):
     return engine.optimizer.state_dict()
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_files_are_safetensors(pool, tmp_path, name, precision):
     """The safetensors package reads them; pieces, joined as meta.json says, are the fp32 masters and moments."""
@@ -1225,7 +1245,7 @@ def torch_to_adam(name, kind):
             close(weights[key], tensor)
 
 
-@engines
+@fewer_engines
 @pytest.mark.parametrize("kind", ["awkward", pytest.param("gpt2", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("way", [adam_to_torch, torch_to_adam])
 def test_adam_state_to_and_from_torch(pool, name, kind, way):
@@ -1317,7 +1337,7 @@ def load_batchnorm(name, directory, change=None):
     return evaluated(engine)
 
 
-@engines
+@fewer_engines
 def test_case_31_batchnorm_on_other_ranks(pool, tmp_path, name):
     """Evaluation after loading is that of the saving run, bit for bit; buffers that are not in the state dict are not saved."""
     expected = pool.run(2, save_batchnorm, name, f"{tmp_path}/run")
