@@ -62,6 +62,7 @@ def train_beside_reference(name, kind, micro_batches=2, own_loop=False, steps=3,
     engine = build_engine(name, model, two_groups(model), lr=0.01, eps=eps, precision="fp32", max_norm=max_norm, **knobs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a scheduler that does not find its optimizer stepped only warns
+        warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor)", FutureWarning)  # NCCL, torch 2.14
         schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)) for o in (engine.optimizer, reference.optimizer)]
         for step in range(steps):
             share = 2 * micro_batches

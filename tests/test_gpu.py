@@ -1,7 +1,7 @@
 """The contract on CUDA with NCCL: what test_contract.py compares, with the model on a GPU; one rank, and two where ranks can have
 a GPU each or NCCL (2.30 or newer) lets them share one. Skipped without a GPU. float64 takes torch's fused Adam, fp32 takes
-adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2 on one, too.
-Six minutes on one H200 that all ranks share.
+adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2 and fsdp on one,
+too. Six minutes for ddp and zero on one H200 that all ranks share.
 """
 import contextlib
 import ctypes
@@ -12,7 +12,18 @@ import test_contract as contract
 import test_ddp
 import torch
 import torch.distributed as dist
-from models import ENGINES, Reference, assert_same_on_all_ranks, build, build_engine, global_batch, rows, two_groups
+from models import (
+    ENGINES,
+    Reference,
+    assert_same_on_all_ranks,
+    build,
+    build_engine,
+    engines,
+    global_batch,
+    raises,
+    rows,
+    two_groups,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,15 +49,19 @@ def on_cuda(function, *args, **kwargs):
 
 
 def pairs(sharded=tuple(n for n in ENGINES if n != "ddp")):
-    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2 on one, too."""
-    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1)]
+    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2 and fsdp on one, too."""
+    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1), ("fsdp", 1)]
     return found + ([(name, 2) for name in sharded] if 2 in rank_counts() else [])
 
 
-engine_and_ranks = pytest.mark.parametrize("name, ranks", pairs(), ids=lambda v: v if isinstance(v, str) else f"{v}ranks")
+def in_words(value):
+    return value if isinstance(value, str) else f"{value}ranks"
+
+
+engine_and_ranks = pytest.mark.parametrize("name, ranks", pairs(), ids=in_words)
 on_two_ranks = pytest.mark.skipif(torch.cuda.is_available() and len(rank_counts()) < 2,
                                   reason="needs two ranks: two GPUs, or NCCL 2.30 to share one")
-engines = pytest.mark.parametrize("name", ENGINES)
+fsdp_engines = pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("fsdp")])
 
 
 @pytest.fixture
@@ -76,13 +91,18 @@ def fp32_beside_reference(name, kind):
     for step in range(3):
         batch, loss_fn = global_batch(kind, 4 * ranks, step, torch.float32)
         reference.backward(batch, loss_fn)
+        units = getattr(engine, "units", [])
+        gathers = sum(unit.gathers for unit in units)
         engine.forward_backward(rows(batch, 4 * rank, 4 * rank + 4), 2, loss_fn)
+        # fsdp: with two micro-batches each unit twice or more, the root once, one of "awkward" never; also at one rank
+        assert sum(unit.gathers for unit in units) - gathers >= len(units)
         norm = reference.step()
         engine.step()
         contract.close(engine.grad_norm, norm, 1e-4)
-        for p, q in zip(engine.module.parameters(), reference.model.parameters(), strict=True):
-            contract.close(p.detach(), q.detach(), 1e-4)
-        assert_same_on_all_ranks(engine.module.parameters())
+        weights = contract.weights_of(engine)
+        for p, q in zip(weights, reference.model.parameters(), strict=True):
+            contract.close(p, q.detach(), 1e-4)
+        assert_same_on_all_ranks(weights)
         assert name == "ddp" or ranks == 1 or {"reduce_scatter", "all_gather"} <= engine.traffic.keys()
 
 
@@ -149,7 +169,7 @@ def no_host_wait(name, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name, ranks", pairs(("zero1", "zero2")), ids=lambda v: v if isinstance(v, str) else f"{v}ranks")
+@pytest.mark.parametrize("name, ranks", pairs(tuple(n for n in ENGINES if n != "ddp" and "offload" not in n)), ids=in_words)
 def test_no_host_wait(run, name, ranks, precision):
     run(ranks, no_host_wait, name, precision)
 
@@ -197,11 +217,10 @@ def late_collectives_and_copies(name, runs=20):
             batch, _ = global_batch("bert", 8, step + 10 * dist.get_rank())
             engine.forward_backward(batch, 1 + step % 2)
             engine.step()
-        held = [t.detach().clone() for _, t in engine.named_parameters()]
-        return held + [t.clone() for f in engine.fragments for t in (f.master, f.exp_avg, f.exp_avg_sq)]
+        return contract.weights_of(engine) + [t.clone() for f in engine.fragments for t in (f.master, f.exp_avg, f.exp_avg_sq)]
 
     expected = train()
-    torch.cuda.stream = sleepy_stream  # zero.py's copies between host and device run inside it
+    torch.cuda.stream = sleepy_stream  # copies between host and device run inside it
     for n, collective in originals.items():
         setattr(dist, n, delay(collective))
     try:
@@ -243,7 +262,8 @@ def checkpoint_on_gpu(name, directory):
     assert second.load(directory) == {"note": 7}
     assert torch.equal(torch.rand(3, device="cuda"), expected)
     train(second, range(3, 6))
-    for (n, p), (_, q) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+    names = [n for n, _ in first.named_parameters()]
+    for n, p, q in zip(names, contract.weights_of(first), contract.weights_of(second), strict=True):
         assert torch.equal(p, q), n
     for f, g in zip(first.fragments, second.fragments, strict=True):
         assert torch.equal(f.master, g.master) and torch.equal(f.exp_avg_sq, g.exp_avg_sq)
@@ -252,6 +272,63 @@ def checkpoint_on_gpu(name, directory):
 @engine_and_ranks
 def test_checkpoint_resumes_bit_for_bit(run, name, ranks, tmp_path):
     run(ranks, checkpoint_on_gpu, name, str(tmp_path / "checkpoint"))
+
+
+@on_two_ranks
+@fsdp_engines
+def test_fsdp_gathers_and_sends_while_others_compute(run, name):
+    """The same events in the same order as on CPUs: autograd's hooks run in a thread of its own here."""
+    run(2, contract.events_of_units, name)
+
+
+def units_in_opposite_order(name):
+    """NCCL takes the gather of one unit for that of the other, which has as many elements, without a word. In the first step,
+    where nothing is gathered ahead, both ranks send as many collectives of each kind. The step is skipped, the next one raises."""
+    engine = build_engine(name, contract.EitherFirst(), precision="fp32", lr=0.1, weight_decay=0.1)
+    before, x = contract.weights_of(engine), torch.randn(4, 8)
+    engine.backward(engine(x, turned=True).square().mean())
+    engine.step()
+    assert engine.skipped and engine.skipped_steps == 1
+    assert all(torch.equal(p, q) for p, q in zip(contract.weights_of(engine), before, strict=True))
+    torch.cuda.synchronize()  # what the ranks have compared is read a step later, without waiting for it
+    with raises(RuntimeError, "the ranks ran different units, or in another order", "skipped"):
+        engine.step()
+
+
+def units_in_one_order(name):
+    """The same model with the units in one order: steps are not skipped, and weights move."""
+    engine = build_engine(name, contract.EitherFirst(), precision="fp32", lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        before = contract.weights_of(engine)
+        engine.backward(engine(torch.randn(4, 8), turned=False).square().mean())
+        engine.step()
+        assert not engine.skipped
+        assert not any(torch.equal(p, q) for p, q in zip(contract.weights_of(engine), before, strict=True))
+        torch.cuda.synchronize()
+
+
+@on_two_ranks
+@fsdp_engines
+@pytest.mark.parametrize("case", [units_in_opposite_order, units_in_one_order])
+def test_fsdp_compares_the_order_of_units(run, name, case):
+    run(2, case, name)
+
+
+def held_on_the_host():
+    """With offload the GPU keeps nothing, neither from backward to step nor from step to forward."""
+    engine = build_engine("fsdp_offload", build("plain", dtype=torch.float32), precision="bf16")
+    batch, loss_fn = global_batch("plain", 8, dist.get_rank(), torch.float32)
+    for _ in range(2):
+        for act in (lambda: engine.forward_backward(batch, 2, loss_fn), engine.step):
+            act()
+            held = engine.memory()
+            for kind in ("parameters", "gradients", "optimizer"):
+                assert held[kind]["cpu"] > 0 and sum(held[kind].values()) == held[kind]["cpu"], held
+
+
+@pytest.mark.parametrize("ranks", [n for n in rank_counts() if n < 3])
+def test_fsdp_offload_keeps_nothing_on_the_gpu(run, ranks):
+    run(ranks, held_on_the_host)
 
 
 def capture_a_step():
