@@ -36,8 +36,8 @@ they are freed again. Backward gathers them once more, and its gradients leave a
 Freeing a unit means that its storage becomes empty (`resize_(0)`) and that its parameters get another class (class Sharded),
 whose torch functions raise an error that names parameter and unit: nobody computes with memory that is not there. To read
 or set weights between steps: `with engine.gathered(): ...`. Tensors that autograd has saved point at the same storage, which is
-full again before it needs them: it always takes, of the nodes that are ready, the one that forward made last, so when it comes to
-a unit's output it has left those behind. Hence a rule: what a unit computes leaves it as its output.
+full again before they are read: of the nodes that are ready autograd runs the one that forward made last, so when a gradient
+reaches the output of a unit, all that forward computed later is done. Hence a rule: what a unit computes leaves it as its output.
 
 Modules with running statistics (BatchNorm), and those that keep_fp32= names, keep fp32 parameters and buffers, and inputs
 and outputs are cast around them. Other floating buffers are cast with the parameters if they are in the state dict; what is not
@@ -46,13 +46,14 @@ and outputs are cast around them. Other floating buffers are cast with the param
 A model built on the `meta` device takes no memory: FSDP(model, device=...) makes 1/N of it, and `load` (a checkpoint of any
 strategy) or `load_pretrained` (safetensors as the Hugging Face hub has them) read each rank's slices alone.
 
-`offload=True` keeps masters, moments, gradients and a half-precision copy of the own slice in host memory: 12Ψ/N, 2Ψ/N, 2Ψ/N (4Ψ/N
-more where micro-batches add up). A gather begins with a copy from there, gradients end with one to there, Adam runs on the CPU.
+`offload=True` keeps in host memory, per rank: masters and moments 12Ψ/N, a half-precision copy of the own slice 2Ψ/N, which gathers
+begin with, and gradients 2Ψ/N, with micro-batches that add up 6Ψ/N. Adam runs on the CPU. (fp32: 12Ψ/N, no copy, 4Ψ/N, 8Ψ/N.)
 
 All ranks run the same units in the same order, as often; under NCCL `step` compares, skips the step where they differ, and the next
-one raises. A rank without samples goes through the gathers of its last micro-batch; before its first, of the units as they are
-registered. Left out: a second mesh axis that replicates shards, sparse gradients, complex parameters, models spread over
-several devices, a unit inside a unit. Not here yet, and an error that says so: capture.
+one raises. A rank that has no samples for a micro-batch repeats the gathers and sums of its last one; if there was none, it
+takes it that units run in the order in which they are registered. Left out: a second mesh axis that replicates shards, sparse
+gradients, complex parameters, models spread over several devices, a unit inside a unit. Not here yet, and an error that says
+so: capture.
 
 ZeRO stage 3, arXiv:1910.02054 (§5.3; traffic §7.2.2); PyTorch FSDP, arXiv:2304.11277 (units §3.2.1, prefetch §3.3.2).
 
@@ -93,7 +94,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 ALIGN = 8  # elements: parameters and slices start on 16 bytes in half precision, so 16-byte accesses fit
-ENGINES = weakref.WeakKeyDictionary()  # model -> its engine's `_let_go`, weakly; a new engine for the same model calls it
+ENGINES = weakref.WeakKeyDictionary()  # model -> a weak reference to its engine's `_let_go`, which the next engine calls
 HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,7 +117,7 @@ class Flat:
     landing: Tensor | None = None  # (S,) offload: where summed gradients land in host memory
     landed: "Fence | None" = None  # the copy into it
     adds_up: bool = False  # what has landed is to be added to `shard`, not to replace it
-    kept: Tensor | None = None  # (N*S,) reduce_each=False: gradients of this rank's micro-batches so far
+    whole_grad: Tensor | None = None  # (N*S,) reduce_each=False: gradients of this rank's micro-batches so far
     owned: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # the optimizer's part; place in the slice
     gathering: "SliceGather | Fence | None" = None  # the gather in flight
     summing: "SliceSum | None" = None  # the reduce-scatter in flight
@@ -132,17 +133,19 @@ class Unit:
     members: list[int]  # indices of its parameters in engine.all_params
     flats: list[Flat] = dataclasses.field(default_factory=list)
     state: str = "sharded"  # -> "gathering" -> "whole" -> "sharded", or in backward "whole" -> "summing" -> "sharded"
-    call: int = 0  # the number of its earliest call that this backward has reached
+    calls: int = 0  # forwards since the last backward that no backward has reached
     launched: bool = False  # its gradients have been sent in this backward
     gathers: int = 0  # since construction
 
 
+@dataclasses.dataclass(eq=False)
 class Call:
-    """One forward of one unit, alive as long as its graph. `encloses`: another unit's forward began inside this one.
-    `number`: the order in which forwards ended. `reached`: backward has come to its output."""
+    """One forward of one unit."""
 
-    def __init__(self, unit: Unit, encloses: bool, number: int):
-        self.unit, self.encloses, self.number, self.reached = unit, encloses, number, False
+    unit: Unit
+    encloses: bool  # another unit's forward began inside this one
+    version: int  # of the weights
+    reached: bool = False  # by a backward, at its output
 
 
 class FSDP:
@@ -175,9 +178,11 @@ class FSDP:
         self.group = group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        holder = ENGINES.get(model, lambda: None)()  # of another engine, which must let the model go
         self._blank = any(p.is_meta for p in model.parameters())  # True until weights are loaded
         if self._blank:
             leave_meta(model, device)
+        self._blank = self._blank or holder is not None and holder.__self__._blank
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) != 1:
             raise ValueError(f"the model must live on one device, found {sorted(map(str, devices)) or 'no parameters'}")
@@ -203,10 +208,12 @@ class FSDP:
         self._frozen = [(n, p) for n, p in zip(self.all_names, self.all_params) if not p.requires_grad]
         self._shapes = [tuple(p.shape) for p in self.all_params]
         self.units = self._find_units(matcher(model, "wrap", wrap))
-        self._check_same_model((precision, offload, reshard, prefetch, reduce_each, max_norm, adamw, initial_scale, growth_interval,
-                                min_scale, max_scale, self._blank, bool(self.optimizer.cuda)))
-        if (let_go := ENGINES.pop(model, lambda: None)()) is not None:
-            let_go()
+        kept = matcher(model, "keep_fp32", keep_fp32)
+        stays = [name for name, module in model.named_modules() if kept and kept(module)]
+        self._check_same_model((stays, precision, offload, reshard, prefetch, reduce_each, max_norm, adamw, initial_scale,
+                                growth_interval, min_scale, max_scale, self._blank, bool(self.optimizer.cuda)))
+        if holder is not None:
+            holder()
         self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         # before: every rank has its own initial values.  after: all have those of the group's first rank.
         # sends: each tensor once, at construction only (not in `traffic`); everybody waits.
@@ -215,7 +222,7 @@ class FSDP:
 
         self._side = torch.cuda.Stream(self.device) if offload and self.device.type == "cuda" else None
         self._pinned = True  # until the system refuses it
-        hooks = self._cast_model(matcher(model, "keep_fp32", keep_fp32))
+        hooks = self._cast_model(kept)
         me = weakref.ref(self)  # the garbage collector does not see through hooks of tensors: a plain reference would stay for ever
 
         def on_grad(index, param):
@@ -237,14 +244,16 @@ class FSDP:
         self._order: list[Unit] = []  # of this forward
         self._last_order: list[Unit] = []  # of the forward before, by which gathers are started ahead
         self._ahead: Unit | None = None  # gathered ahead of its time
-        self._calls: list[weakref.ref[Call]] = []  # forwards whose backward may come, in order
-        self._numbers = itertools.count()  # for calls
+        self._calls: list[Call] = []  # of the last forward, in order: backward meets them from the end
+        self._version = 0  # of the weights: graphs made with another are of no use
+        self._lent = False  # inside gathered()
         self._open: list[Unit] = []  # reached by this backward, gradients not sent yet
         self._recomputed: Unit | None = None  # by activation checkpointing, last
         self._in_flight: list[Unit] = []  # gradients sent and not received yet: one unit at most
-        self._log: list[tuple[str, Unit]] = []  # gathers and sums since the last forward or backward began, without the root's
-        self._usual: dict[str, list] = {}  # those of the last forward and backward, for a rank without samples
-        self._history, self._compared = 0, None  # a hash of them since the last step; that of all ranks at the last step
+        self._log: list[tuple[str, Unit]] = []  # gathers and sums of this backward, without the root's
+        self._usual_forward: list[Unit] = self.units[1:]  # for a rank without samples: what the last forward ran,
+        self._usual_backward: list[tuple[str, Unit]] | None = None  # and what the last backward gathered and summed
+        self._history, self._compared = 0, None  # a hash of all gathers and sums since the last step; have the ranks the same?
         for unit in self.units:
             hooks += self._hook(unit)
         self._hooks = hooks
@@ -273,10 +282,10 @@ class FSDP:
             for p in module._parameters.values():
                 if p is not None:
                     homes[p].update([k for k, modules in enumerate(inside, 1) if module in modules] or [0])
-        of = [home.pop() if len(home) == 1 else 0 for home in homes.values()]
-        found = [Unit("the root", 0, self._model, [i for i, k in enumerate(of) if k == 0])]
+        unit_of = [home.pop() if len(home) == 1 else 0 for home in homes.values()]
+        found = [Unit("the root", 0, self._model, [i for i, k in enumerate(unit_of) if k == 0])]
         for k, (name, module) in enumerate(chosen, 1):
-            if members := [i for i, home in enumerate(of) if home == k]:
+            if members := [i for i, home in enumerate(unit_of) if home == k]:
                 found.append(Unit(name, len(found), module, members))
         self._unit_of = {i: unit for unit in found for i in unit.members}
         return found
@@ -387,7 +396,8 @@ class FSDP:
                 for f, at in flat.owned:
                     f.grad = flat.shard[at : at + f.end - f.start]
                 in_table = self.optimizer.cuda and not self.offload and flat.master.dtype == torch.float32
-                flat.rows = rows, (rows := rows + (len(flat.owned) if in_table else 0))
+                flat.rows = rows, rows + (len(flat.owned) if in_table else 0)
+                rows = flat.rows[1]
                 flat.address = flat.shard.data_ptr()
         self._accumulates = accumulate
         self.optimizer.own(self.fragments)  # looks at addresses
@@ -451,8 +461,9 @@ class FSDP:
                     p = self.all_params[i]
                     p.__class__ = self._classes[i]
                     p.data = whole[start : start + p.numel()].view(p.shape).clone()
+        trained = set(self.params)
         for name, t in self._model.state_dict(keep_vars=True).items():
-            if isinstance(t, Tensor) and t.dtype != self._plain_dtypes.get(name, t.dtype):
+            if isinstance(t, Tensor) and t not in trained and t.dtype != self._plain_dtypes.get(name, t.dtype):
                 t.data = t.data.to(self._plain_dtypes[name])
 
     # ---- gather and free ---------------------------------------------------------------------------------------------
@@ -489,12 +500,14 @@ class FSDP:
         for flat in unit.flats:
             gathering, flat.gathering = flat.gathering, None
             try:
-                gathering.wait()
+                wait(gathering)
             except RuntimeError as error:
                 raise RuntimeError(f"gathering {unit.name}: {error}; every rank must run the same units") from error
 
     def _free(self, unit: Unit) -> None:
         """Give the memory of the unit's weights back; on a GPU to the stream that has computed with them."""
+        if self._lent:
+            return
         if unit.state == "gathering":
             self._wait(unit)
         if unit.state in ("gathering", "whole"):
@@ -513,28 +526,33 @@ class FSDP:
 
     def _reshard_all(self, but_root: bool = False) -> None:
         self._ahead = self._recomputed = None
-        for unit in self.units[but_root:]:
+        for unit in self.units[1:] if but_root else self.units:
             self._free(unit)
 
     def _note(self, what: str, unit: Unit) -> None:
         """Remember a collective: for a rank that has to repeat it without samples, and to compare with the other ranks."""
         if unit is not self.units[0]:
             self._log.append((what, unit))
+        if what == "sum" and not self._reducing:
+            return
         self._history = (self._history * 31 + 2 * unit.number + (what == "sum") + 1) % 2**31
 
     @contextlib.contextmanager
     def gathered(self, write: bool = False):
-        """Inside, the whole weights are there, to be read. With `write`, what you change (on all ranks alike) is kept, in
-        the masters, too. A collective, between two steps; needs the memory for all."""
-        if self._in_backward or self._running:
+        """Inside, the whole weights are there, to be read, and forward gathers nothing. With `write`, what you change (on all
+        ranks alike) is kept, in the masters, too. A collective, outside of forward and backward; needs the memory for all."""
+        if self._in_backward or self._running or self._lent:
             raise RuntimeError("gathered() is for between forward, backward and step")
         self._check_has_weights()
         whole = [unit.state == "whole" for unit in self.units]
         for unit in self.units:
             self._use(unit)
+        self._lent = True
         try:
             yield self._model
         finally:
+            self._lent = False
+            self._version += write
             for flat in self.flats if write else ():
                 new = flat.full[flat.own].to(flat.master.device)
                 flat.master.copy_(torch.where(new == flat.master.to(new.dtype), flat.master, new.to(flat.master.dtype)))
@@ -550,7 +568,9 @@ class FSDP:
             return self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except Exception:
             if not self._in_backward:
-                self._running, self._enclosing = [], set()
+                for call in self._calls:  # of a forward that no backward will follow
+                    call.unit.calls -= 1
+                self._running, self._enclosing, self._calls = [], set(), []
                 self._reshard_all()
             raise
 
@@ -565,7 +585,7 @@ class FSDP:
             return
         self._check_has_weights()
         if unit is root:
-            self._last_order, self._order, self._running, self._log = self._order, [], [], []
+            self._last_order, self._order, self._running, self._calls = self._order, [], [], []
         self._enclosing.update(self._running[1:])
         self._running.append(unit)
         if self._ahead not in (None, unit):  # this forward takes another way than the last
@@ -585,23 +605,25 @@ class FSDP:
         root, call = self.units[0], None
         if torch.is_grad_enabled():
             for t in tensors_in(output):
-                if t.requires_grad and not t.is_leaf:
-                    call = call or Call(unit, unit in self._enclosing, next(self._numbers))
+                if t.requires_grad and not t.is_leaf and getattr(t, "_made_by", None) is not t.grad_fn:
+                    t._made_by = t.grad_fn  # what a unit hands on as it got it is not its own
+                    call = call or Call(unit, unit in self._enclosing, self._version)
                     t.register_hook(functools.partial(reach, weakref.ref(self), call))
-        if call is not None:
-            self._calls.append(weakref.ref(call))
+        if call is not None and not self._in_backward:
+            self._calls.append(call)
+            unit.calls += 1
         if self._in_backward:
             return
         if self._running[-1:] == [unit]:
             self._running.pop()
             self._enclosing.discard(unit)
         if unit is root:
-            if call is not None:
-                self._usual["forward"] = [gathered for _, gathered in self._log]
+            if self._calls:
+                self._usual_forward = self._order[1:]
             if self._ahead:
                 self._free(self._ahead)
                 self._ahead = None
-        if call is None or self.reshard and unit is not root:
+        if unit is root and not self._calls or unit is not root and (call is None or self.reshard):  # no backward: free
             self._free(unit)
 
     # ---- one step's micro-batches: 1 and 2 for each ------------------------------------------------------------------
@@ -653,20 +675,21 @@ class FSDP:
     def _forward_without_samples(self) -> None:
         """There is nothing to compute here, but the others need this rank's slices: the gathers of its last forward."""
         self._check_has_weights()
-        self._use(self.units[0])
-        for unit in self._usual.get("forward", self.units[1:]):
+        self._last_order, self._order = self._order, [self.units[0], *self._usual_forward]
+        for unit in self._order:
             self._use(unit)
-            self._free(unit)
+            if self.reshard and unit is not self.units[0]:
+                self._free(unit)
 
     def _backward_without_samples(self) -> None:
         """The same, and sums in which this rank's gradients are zeros."""
         self._begin_backward()
-        latest_first = self.units[:0:-1]
-        gathers = [("gather", unit) for unit in latest_first if self.reshard]  # if there was no backward yet: units as registered,
-        sums = [("sum", unit) for unit in latest_first if self._reducing]  # each after the gather that is started ahead of it
-        ahead = 2 if self.prefetch else 1
-        guess = gathers[:ahead] + [step for pair in itertools.zip_longest(sums, gathers[ahead:]) for step in pair if step]
-        for what, unit in self._usual.get(f"backward {self._reducing}", guess):
+        usual = self._usual_backward
+        if usual is None:  # none yet; with three units and prefetch it will be gather 3, gather 2, sum 3, gather 1, sum 2, sum 1
+            gathers = [("gather", unit) for unit in self.units[:0:-1] if self.reshard]
+            sums, ahead = [("sum", unit) for unit in self.units[:0:-1]], 2 if self.prefetch else 1
+            usual = gathers[:ahead] + [step for pair in itertools.zip_longest(sums, gathers[ahead:]) for step in pair if step]
+        for what, unit in usual:
             if what == "sum":
                 self._launch(unit)
             else:
@@ -701,17 +724,16 @@ class FSDP:
         try:
             yield
         except BaseException as error:
-            self._in_backward, self._running, self._enclosing, self._calls, self._open = False, [], set(), [], []
+            self._in_backward, self._running, self._enclosing, self._open = False, [], set(), []
             self._ahead = self._recomputed = None
-            in_flight, self._in_flight = self._in_flight, []
-            for unit in self.units if isinstance(error, Exception) else ():  # Ctrl-C waits for nobody
-                with contextlib.suppress(RuntimeError):  # a connection that is lost
-                    for flat in unit.flats if unit in in_flight else ():
-                        flat.summing.wait()
-                    self._free(unit)
+            self._in_flight = []
             for flat in self.flats:
+                for work in (flat.gathering, flat.summing) if isinstance(error, Exception) else ():  # Ctrl-C waits for nobody
+                    with contextlib.suppress(RuntimeError):  # a connection that is lost
+                        wait(work)
                 flat.gathering = flat.summing = None
             for unit in self.units:
+                unit.calls = 0
                 self._empty(unit)
             self.zero_grad()
             raise
@@ -725,13 +747,22 @@ class FSDP:
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()  # fp16 ends at 65504, and the first scale is 65536
         self._begin_backward()
-        loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
+        try:
+            loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
+        except RuntimeError as error:
+            if "storage of size 0" not in str(error):
+                raise
+            raise RuntimeError("backward needs weights of a unit that it has not reached: something has left a unit otherwise than "
+                               f"as its output ({error})") from error
         self._end_backward()
+        self._usual_backward = list(self._log)
 
     def _begin_backward(self) -> None:
         holder = ENGINES.get(self._model)
         if holder is None or holder() != self._let_go:
             raise RuntimeError("another engine has taken this model over: use that one")
+        if self._lent:
+            raise RuntimeError("inside gathered() there is no backward and no step")
         self._check_has_weights()
         for name, p in self._frozen:
             if p.requires_grad:
@@ -740,45 +771,46 @@ class FSDP:
             self._make_shards(accumulate=True)
         for unit in self.units:
             unit.launched = False
-        self._calls = [ref for ref in self._calls if ref() is not None]
         self._open, self._recomputed, self._log = [], None, []
         self._in_backward = True
 
     def _reach(self, call: Call) -> None:
-        """Autograd has come to a unit's output, that is, it has left the units that forward came to later."""
+        """Autograd has come to a unit's output, that is, it has left the units that forward came to later.
+
+            forward 1 2 3:   reach 3: gather 2   reach 2: send 3, gather 1   reach 1: send 2              end: send 1, the root
+            forward 1 2 1:   reach 1: gather 2   reach 2: free 1, gather 1   reach 1: send 2              end: send 1, the root
+        """
         unit = call.unit
+        if call.version != self._version:
+            raise RuntimeError("this graph was made before the last step, with weights that are gone: run forward again")
+        self._use(self.units[0])
         if not self._in_backward:  # a derivative that your code takes, a gradient penalty say: weights stay until the next backward
             self._use(unit)
             return
         if not call.reached:
             call.reached = True
-            unit.call = call.number
+            unit.calls -= 1
             if call.encloses:
                 self._enclosing.add(unit)
             if unit is not self.units[0]:
-                self._leave_behind(call)
+                self._leave_behind(unit)
                 self._open += [unit] if unit not in self._open else []
                 if self._ahead not in (None, unit):
                     self._free(self._ahead)
                 self._ahead = None
         self._use(unit)
         if self.prefetch and self._ahead is None:
-            following = [c.unit for c in self._coming() if c.unit is not self.units[0]][-1:]
+            following = [c.unit for c in self._calls if not c.reached and c.unit is not self.units[0]][-1:]
             if following and following[0].state == "sharded":
                 self._ahead = following[0]
                 self._gather(self._ahead)
 
-    def _coming(self) -> list[Call]:
-        """Forwards that this backward has not reached yet, the one it will reach next at the end."""
-        return [call for call in (ref() for ref in self._calls) if call is not None and not call.reached]
-
-    def _leave_behind(self, reached: Call) -> None:
-        """Of the units that forward came to after this one: send the gradients of those that will not come again in this backward,
-        free those that will."""
-        coming = {call.unit for call in self._coming()}
-        for unit in [u for u in self._open if u.call > reached.number and u not in {reached.unit, *self._enclosing}]:
+    def _leave_behind(self, reached: Unit) -> None:
+        """Send the gradients of units that will not come again in this backward, free those that may. That depends on nothing but
+        the sequence of forwards and backwards, which all ranks share."""
+        for unit in [u for u in self._open if u not in {reached, *self._enclosing}]:
             self._open.remove(unit)
-            if unit in coming:
+            if unit.calls > 0:
                 self._free(unit)
             else:
                 self._launch(unit)
@@ -812,8 +844,8 @@ class FSDP:
         if not stays:
             unit.state = "summing"
             self._hide(unit)
+        self._note("sum", unit)
         if self._reducing:
-            self._note("sum", unit)
             self._in_flight.append(unit)
         for flat in unit.flats:
             if flat.trained:
@@ -826,8 +858,11 @@ class FSDP:
                         room = torch.empty((self.world_size - 1) * flat.master.numel(), dtype=flat.full.dtype, device="cpu")
                     # starts the reduce-scatter; who holds what and what is sent: SliceSum
                     flat.summing = SliceSum(self, gradients, 2 * flat.tag + 1, room)
-            elif not stays:
-                flat.full.untyped_storage().resize_(0)
+            else:
+                for i in flat.views:
+                    self.all_params[i].grad = None  # of one that is in no param group
+                if not stays:
+                    flat.full.untyped_storage().resize_(0)
         if not self._reducing and not stays:
             self._empty(unit)
 
@@ -849,11 +884,11 @@ class FSDP:
             torch._foreach_copy_(places, grads)
         if absent:
             torch._foreach_zero_(absent)
-        if flat.kept is not None:
-            to.add_(flat.kept)
-            flat.kept = None
+        if flat.whole_grad is not None:
+            to.add_(flat.whole_grad)
+            flat.whole_grad = None
         if not self._reducing:
-            flat.kept = to.clone()
+            flat.whole_grad = to.clone() if to is flat.full else to
         return to
 
     def _finish(self, unit: Unit) -> None:
@@ -901,9 +936,10 @@ class FSDP:
             self._finish(self._in_flight[0])
         self._reduced = self._reduced or self._reducing
         self._open, self._enclosing = [], set()
-        self._calls = [ref for ref in self._calls if ref() is not None and not ref().reached]
+        self._calls = []
+        for unit in self.units:
+            unit.calls = 0
         self._reshard_all(but_root=not self._sync)
-        self._usual[f"backward {self._reducing}"] = self._log
 
     def _reduce_what_is_left(self) -> None:
         """Reduce now if no backward since the last step has: there was none (then zeros, as the other ranks do), or all were
@@ -940,7 +976,7 @@ class FSDP:
             wait(work)
             flat.div_(self.world_size)
         self._reshard_all()  # the root may still be there, with the old weights, if the last backward was inside no_sync
-        self._calls = []  # graphs made with the old weights are of no use, whoever keeps them
+        self._version += 1
         self.zero_grad()
         self.traffic, self._sent_bytes = self._sent_bytes, {}
         self.scaler.raise_if_stuck()
@@ -953,24 +989,24 @@ class FSDP:
             return
         if self._compared is None:
             self._signs = torch.tensor([1, -1], device=self.device)
-            self._compared = torch.zeros(2, dtype=torch.int64, device="cpu").pin_memory()
-        if self._compared[0] != -self._compared[1]:
+            self._compared = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory()
+        if self._compared != 0:
             raise RuntimeError("the ranks ran different units, or in another order, before the last step, which was skipped: with "
                                "NCCL all must run the same")
         ends = self._signs * self._history
         # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 2(N-1)/N * 16 bytes; Adam waits for it.
         self._all_reduce(ends, op=dist.ReduceOp.MAX)
         square_sum.copy_(torch.where(ends.sum() == 0, square_sum, torch.nan))
-        self._compared.copy_(ends, non_blocking=True)  # not waited for: it is read a step later
+        self._compared.copy_(ends.sum(), non_blocking=True)  # max h - min h; not waited for: it is read a step later
         self._history = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard what has accumulated since the last step. `step` does so itself; calling it again is harmless."""
-        for p in self.params:
+        for p in self.all_params:
             p.grad = None
         for flat in self.flats:
             self._absorb(flat)
-            flat.kept = None
+            flat.whole_grad = None
             if flat.trained and not self.offload:
                 flat.shard.untyped_storage().resize_(0)
         self.optimizer.present[:] = bytes(len(self.params))
@@ -1000,7 +1036,7 @@ class FSDP:
         zeros where no rank had one. A collective, between the last backward and `step`."""
         if name not in self.names:
             raise ValueError(f"{name!r} is not a trained parameter; trained are {', '.join(self.names[:8])}, ...")
-        reduced = self._reduced
+        reduced = self._reduced or any(flat.whole_grad is not None for flat in self.flats)
         self._reduce_what_is_left()
         self._reduced = reduced  # of no backward at all, the next one is not a second
         index = self.all_names.index(name)
@@ -1019,8 +1055,8 @@ class FSDP:
         masters = {flat: flat.trained and flat.master.dtype != flat.full.dtype for flat in self.flats}
         held = {
             "parameters": [t for flat in self.flats for t in (flat.full, flat.store) if t is not flat.master or not masters[flat]],
-            "gradients": [*(t for f in self.flats for t in (f.shard, f.landing, f.kept, getattr(f.summing, "received", None))),
-                          *(p.grad for p in self.params)],
+            "gradients": [*(t for f in self.flats for t in (f.shard, f.landing, f.whole_grad)), *(p.grad for p in self.params),
+                          *(f.summing.received for f in self.flats if f.summing)],
             "optimizer": [*(f.master for f in self.flats if masters[f]),
                           *(t for f in self.fragments for t in (f.exp_avg, f.exp_avg_sq))],
             "buffers": [*self._model.buffers()],
@@ -1126,6 +1162,7 @@ class FSDP:
     def _masters_changed(self) -> None:
         """Otherwise than by Adam: the next gathers must begin with the new weights."""
         self._blank = False
+        self._version += 1
         self._reshard_all()
         for flat in self.flats:
             if flat.store is not flat.master:
@@ -1246,10 +1283,6 @@ def leave_meta(model: nn.Module, device) -> None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if not all(p.is_meta for p in model.parameters()):
         raise ValueError("some parameters are on meta and some are not: all or none")
-    for p in set(model.parameters()):
-        made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-        made.untyped_storage().resize_(0)
-        torch.utils.swap_tensors(p, made)
     parents = [(name + "." if name else "", m) for name, m in model.named_modules() if hasattr(m, "_init_weights")]
     for path, module in model.named_modules():
         tables = {}
@@ -1269,6 +1302,10 @@ def leave_meta(model: nn.Module, device) -> None:
         for name, unset in tables.items():
             if torch.equal(module._buffers[name].nan_to_num(), unset.nan_to_num()):
                 raise ValueError(f"the buffer {path}.{name} was built on meta and no checkpoint holds it: give it its values first")
+    for p in set(model.parameters()):
+        made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+        made.untyped_storage().resize_(0)
+        torch.utils.swap_tensors(p, made)
 
 
 def safetensors_files(path: str) -> list[str]:
