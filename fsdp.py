@@ -465,6 +465,7 @@ class FSDP:
         for name, t in self._model.state_dict(keep_vars=True).items():
             if isinstance(t, Tensor) and t not in trained and t.dtype != self._plain_dtypes.get(name, t.dtype):
                 t.data = t.data.to(self._plain_dtypes[name])
+        self.units, self.flats = [], []  # whatever is called here from now on, the parameters are another's
 
     # ---- gather and free ---------------------------------------------------------------------------------------------
 
@@ -543,7 +544,7 @@ class FSDP:
         ranks alike) is kept, in the masters, too. A collective, outside of forward and backward; needs the memory for all."""
         if self._in_backward or self._running or self._lent:
             raise RuntimeError("gathered() is for between forward, backward and step")
-        self._check_has_weights()
+        self._check_usable()
         whole = [unit.state == "whole" for unit in self.units]
         for unit in self.units:
             self._use(unit)
@@ -564,6 +565,7 @@ class FSDP:
     # ---- 1. forward --------------------------------------------------------------------------------------------------
 
     def __call__(self, *args, **kwargs):
+        self._check_usable()
         try:
             return self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except Exception:
@@ -583,7 +585,7 @@ class FSDP:
             self._recomputed = unit
             self._use(unit)
             return
-        self._check_has_weights()
+        self._check_usable()
         if unit is root:
             self._last_order, self._order, self._running, self._calls = self._order, [], [], []
         self._enclosing.update(self._running[1:])
@@ -674,7 +676,7 @@ class FSDP:
 
     def _forward_without_samples(self) -> None:
         """There is nothing to compute here, but the others need this rank's slices: the gathers of its last forward."""
-        self._check_has_weights()
+        self._check_usable()
         self._last_order, self._order = self._order, [self.units[0], *self._usual_forward]
         for unit in self._order:
             self._use(unit)
@@ -758,12 +760,9 @@ class FSDP:
         self._usual_backward = list(self._log)
 
     def _begin_backward(self) -> None:
-        holder = ENGINES.get(self._model)
-        if holder is None or holder() != self._let_go:
-            raise RuntimeError("another engine has taken this model over: use that one")
         if self._lent:
             raise RuntimeError("inside gathered() there is no backward and no step")
-        self._check_has_weights()
+        self._check_usable()
         for name, p in self._frozen:
             if p.requires_grad:
                 raise RuntimeError(f"{name} was frozen when the engine was built and has no gradient: unfreeze it before")
@@ -1065,6 +1064,9 @@ class FSDP:
 
     def _places(self) -> tuple[dict[str, str], dict[str, Tensor]]:
         """Of the plain model's state dict: key -> name of its parameter (tied ones have several keys), and the buffers."""
+        if extra := [f"{name}._extra_state" for name, module in self._model.named_modules()
+                     if type(module).get_extra_state is not nn.Module.get_extra_state]:
+            raise CheckpointError(f"extra state of modules is not supported: {', '.join(extra[:5])}")
         name_of = {id(p): name for name, p in zip(self.all_names, self.all_params)}
         names = {key: name_of[id(p)] for key, p in self._model.named_parameters(remove_duplicate=False)}
         buffers = {k: b for k, b in self._model.named_buffers(remove_duplicate=False) if k in self._plain_dtypes}
@@ -1075,7 +1077,7 @@ class FSDP:
     def state_dict(self) -> dict[str, Tensor]:
         """The plain model's state dict, weights from the masters, as copies on the CPU of rank 0; an empty dict on the others.
         A collective. dtypes are those the model came with."""
-        self._check_has_weights()
+        self._check_usable()
         names, buffers = self._places()
         masters = dict(gather_full(self, self.fragments + self.frozen_fragments, "master"))
         if self.rank != 0:
@@ -1169,7 +1171,10 @@ class FSDP:
                 flat.store.copy_(flat.master)
         self._sent_bytes = {}
 
-    def _check_has_weights(self) -> None:
+    def _check_usable(self) -> None:
+        holder = ENGINES.get(self._model)
+        if holder is None or holder() != self._let_go:
+            raise RuntimeError("another engine has taken this model over: use that one")
         if self._blank:
             raise RuntimeError("the model was built on meta and has no weights yet: load, load_pretrained or load_state_dict first")
 
@@ -1179,7 +1184,7 @@ class FSDP:
         objects like schedulers by their state_dict(). A collective, between steps; every rank sees the same file system.
         Overwrites a checkpoint, never anything else; killed at any moment it leaves a complete one. Raises CheckpointError.
         """
-        self._check_has_weights()
+        self._check_usable()
         save_checkpoint(self, directory, extra)
 
     def load(self, directory: str, **objects) -> dict:
@@ -1194,7 +1199,7 @@ class FSDP:
 
     def kept(self) -> "list[Fragment]":
         """What a checkpoint holds beside what is trained: frozen parameters, and the buffers that are in the state dict."""
-        persistent = refuse_extra_state(self._places()[1])
+        persistent = self._places()[1]
         buffers = [(n, b) for n, b in self._model.named_buffers() if n in persistent]
         return self.frozen_fragments + [Fragment(n, BUFFER, tuple(b.shape), (tuple(slice(0, s) for s in b.shape),), 0, b.numel(), b)
                                         for n, b in buffers]
