@@ -264,8 +264,9 @@ class Zero:
             SliceGather(self, whole, tag=0).wait()
             for i, start in bucket.starts.items():
                 self.params[i].data = whole[start : start + self.params[i].numel()].view(self.params[i].shape).clone()
+        trained = set(self.params)
         for name, t in self._model.state_dict(keep_vars=True).items():
-            if isinstance(t, Tensor) and t.dtype != self._plain_dtypes.get(name, t.dtype):
+            if isinstance(t, Tensor) and t not in trained and t.dtype != self._plain_dtypes.get(name, t.dtype):
                 t.data = t.data.to(self._plain_dtypes[name])
 
     def _make_room(self) -> None:
