@@ -37,7 +37,8 @@ Freeing a unit means that its storage becomes empty (`resize_(0)`) and that its 
 whose torch functions raise an error that names parameter and unit: nobody computes with memory that is not there. To read
 or set weights between steps: `with engine.gathered(): ...`. Tensors that autograd has saved point at the same storage, which is
 full again before they are read: of the nodes that are ready autograd runs the one that forward made last, so when a gradient
-reaches the output of a unit, all that forward computed later is done. Hence a rule: what a unit computes leaves it as its output.
+reaches the output of a unit, all that forward computed later is done. Hence a rule: what a unit computes leaves it as its output,
+or in an attribute of one of its modules.
 
 Modules with running statistics (BatchNorm), and those that keep_fp32= names, keep fp32 parameters and buffers, and inputs
 and outputs are cast around them. Other floating buffers are cast with the parameters if they are in the state dict; what is not
@@ -606,7 +607,7 @@ class FSDP:
         """A unit's forward is over. Backward will begin where its output's gradient is complete: leave word there."""
         root, call = self.units[0], None
         if torch.is_grad_enabled():
-            for t in tensors_in(output):
+            for t in itertools.chain(tensors_in(output), left_in(unit.module)):
                 if t.requires_grad and not t.is_leaf and getattr(t, "_made_by", None) is not t.grad_fn:
                     t._made_by = t.grad_fn  # what a unit hands on as it got it is not its own
                     call = call or Call(unit, unit in self._enclosing, self._version)
@@ -748,6 +749,7 @@ class FSDP:
             raise ValueError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}")
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()  # fp16 ends at 65504, and the first scale is 65536
+        usual = sum(unit.calls for unit in self.units) == len(self._calls)  # no other forward waits for its backward
         self._begin_backward()
         try:
             loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
@@ -755,9 +757,10 @@ class FSDP:
             if "storage of size 0" not in str(error):
                 raise
             raise RuntimeError("backward needs weights of a unit that it has not reached: something has left a unit otherwise than "
-                               f"as its output ({error})") from error
+                               f"as its output or in an attribute ({error})") from error
         self._end_backward()
-        self._usual_backward = list(self._log)
+        if usual:
+            self._usual_backward = list(self._log)
 
     def _begin_backward(self) -> None:
         if self._lent:
@@ -1262,6 +1265,14 @@ def tensors_in(x, seen: set | None = None):
         listed = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list, set)) else ()
         for item in (*listed, *getattr(x, "__dict__", {}).values()):
             yield from tensors_in(item, seen)
+
+
+def left_in(module: nn.Module):
+    """Tensors that forward has left in attributes of a module and its children, such as an auxiliary loss."""
+    for m in module.modules():
+        for value in vars(m).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield value
 
 
 def matcher(model: nn.Module, argument: str, modules):
