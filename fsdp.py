@@ -33,12 +33,12 @@ they are freed again. Backward gathers them once more, and its gradients leave a
     first forward to the last backward, and one for all with reshard=False), and as much for the reduce-scatter: 1.5 times
     what DDP's all-reduce sends. k micro-batches: k times as much, but for the root's gather. GPT-2 XL on 8 ranks, bf16: 8.0 GB.
 
-Freeing a unit means that its storage becomes empty (`resize_(0)`) and that its parameters get another class (class Sharded),
-whose torch functions raise an error that names parameter and unit: nobody computes with memory that is not there. To read
-or set weights between steps: `with engine.gathered(): ...`. Tensors that autograd has saved point at the same storage, which is
-full again before they are read: of the nodes that are ready autograd runs the one that forward made last, so when a gradient
-reaches the output of a unit, all that forward computed later is done. Hence a rule: what a unit computes leaves it as its output,
-or in an attribute of one of its modules.
+Freeing a unit means that its storage becomes empty (`resize_(0)`), and that its parameters get a single NaN for all data and
+another class (class Sharded), whose torch functions raise an error that names parameter and unit: nobody computes with what is
+not there. To read or set weights between steps: `with engine.gathered(): ...`. Tensors that autograd has saved point at the same
+storage, which is full again before they are read: of the nodes that are ready autograd runs the one that forward made last, so
+when a gradient reaches the output of a unit, all that forward computed later is done. Hence a rule: what a unit computes leaves
+it as its output, or in an attribute of one of its modules.
 
 Modules with running statistics (BatchNorm), and those that keep_fp32= names, keep fp32 parameters and buffers, and inputs
 and outputs are cast around them. Other floating buffers are cast with the parameters if they are in the state dict; what is not
@@ -85,9 +85,10 @@ import struct
 import subprocess
 import sys
 import time
+import types
 import warnings
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from datetime import timedelta
 
 import torch
@@ -102,7 +103,7 @@ HALF = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclasses.dataclass(eq=False)
 class Flat:
     """Parameters of one unit that have one dtype and are all trained or all frozen, one after the other. Full tensors are
-    (N*S,), slices (S,); rank r's is [r*S, (r+1)*S). `views[i]`: parameter i's place in `full`, which is its .data."""
+    (N*S,), slices (S,); rank r's is [r*S, (r+1)*S). `views[i]`: parameter i's place in `full`, its .data while it is there."""
 
     full: Tensor  # weights, from gather to free; then gradients, until they are summed; then its storage is empty
     views: dict[int, Tensor]
@@ -233,6 +234,9 @@ class FSDP:
         hooks += [self.all_params[i].register_post_accumulate_grad_hook(functools.partial(on_grad, i)) for i in self._trained]
         self._classes = [type(p) for p in self.all_params]
         self._sharded_classes = [sharded_class(*of) for of in zip(self._classes, self.all_names, self._unit_names())]
+        self._lent_classes = {own: type("Lent" + own.__name__, (Lent, own), {"engine": me}) for own in set(self._classes)}
+        self._absent = [torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.device).expand(shape)
+                        for dtype, shape in zip(self._dtypes.values(), self._shapes)]  # of one element each
         self._lay_out()
         self._make_shards()
         self._lay_out_running_statistics()
@@ -248,6 +252,7 @@ class FSDP:
         self._calls: list[Call] = []  # of the last forward, in order: backward meets them from the end
         self._version = 0  # of the weights: graphs made with another are of no use
         self._lent = False  # inside gathered()
+        self.backward_needs_all = False  # a graph has grown from weights that gathered() lent
         self._open: list[Unit] = []  # reached by this backward, gradients not sent yet
         self._recomputed: Unit | None = None  # by activation checkpointing, last
         self._in_flight: list[Unit] = []  # gradients sent and not received yet: one unit at most
@@ -353,7 +358,7 @@ class FSDP:
             if lo < hi or p.numel() == 0:
                 at, first = slice(lo - own.start, hi - own.start), max(lo - start, 0) if p.numel() else 0
                 f = Fragment(self.all_names[i], self._trained.get(i, FROZEN), shape, (tuple(slice(0, size) for size in shape),),
-                             first, first + hi - lo, master[at], half=store[at] if store is not master else None)
+                             first, first + hi - lo, master[at], half=store[at] if store is not master else None, part=flat.tag)
                 if trained:
                     f.exp_avg, f.exp_avg_sq = (moment[at] for moment in moments)
                     flat.owned.append((f, at.start))
@@ -391,7 +396,7 @@ class FSDP:
                     if flat.shard is not None and flat.shard.untyped_storage().nbytes():
                         shard.copy_(flat.shard)
                     flat.shard = shard
-                if not flat.shard.untyped_storage().nbytes():
+                if not self.offload and not flat.shard.untyped_storage().nbytes():
                     fill_storage(flat.shard)
                     empty.append(flat)
                 for f, at in flat.owned:
@@ -444,24 +449,22 @@ class FSDP:
 
     def _hook(self, unit: Unit) -> list:
         """Before and after each forward of the unit's module; a copy of the module, which copies hooks, is none of ours."""
-        before = lambda m, _: self._before_forward(unit) if m is unit.module else None
-        after = lambda m, _, output: self._after_forward(unit, output) if m is unit.module else None
-        return [unit.module.register_forward_pre_hook(before, prepend=True), unit.module.register_forward_hook(after)]
+        before = torch.compiler.disable(lambda m, _: self._before_forward(unit) if m is unit.module else None)
+        after = torch.compiler.disable(lambda m, _, output: self._after_forward(unit, output) if m is unit.module else None)
+        return [unit.module.register_forward_pre_hook(before, prepend=True),
+                unit.module.register_forward_hook(after, always_call=True)]  # after an exception, too
 
     def _let_go(self) -> None:
         """Another engine takes the model over: give it whole weights as precise as the masters. Collectives."""
         for hook in self._hooks:
             hook.remove()
         self._reshard_all()
-        for unit in self.units:
-            for flat in unit.flats:
-                whole = torch.zeros(flat.full.numel(), dtype=flat.master.dtype, device=self.device)
-                whole[flat.own].copy_(flat.master)
-                SliceGather(self, whole, tag=2 * flat.tag).wait()
-                for i, start in flat.starts.items():
-                    p = self.all_params[i]
-                    p.__class__ = self._classes[i]
-                    p.data = whole[start : start + p.numel()].view(p.shape).clone()
+        for flat in self.flats:
+            whole = torch.zeros(flat.full.numel(), dtype=flat.master.dtype, device=self.device)
+            whole[flat.own].copy_(flat.master)
+            SliceGather(self, whole, tag=2 * flat.tag).wait()
+            self._show({i: whole[start : start + view.numel()].view(view.shape).clone()
+                        for (i, view), start in zip(flat.views.items(), flat.starts.values())})
         trained = set(self.params)
         for name, t in self._model.state_dict(keep_vars=True).items():
             if isinstance(t, Tensor) and t not in trained and t.dtype != self._plain_dtypes.get(name, t.dtype):
@@ -494,8 +497,8 @@ class FSDP:
         self._gather(unit)
         if unit.state == "gathering":
             self._wait(unit)
-            for i in unit.members:
-                self.all_params[i].__class__ = self._classes[i]
+            for flat in unit.flats:
+                self._show(flat.views)
             unit.state = "whole"
 
     def _wait(self, unit: Unit) -> None:
@@ -508,8 +511,6 @@ class FSDP:
 
     def _free(self, unit: Unit) -> None:
         """Give the memory of the unit's weights back; on a GPU to the stream that has computed with them."""
-        if self._lent:
-            return
         if unit.state == "gathering":
             self._wait(unit)
         if unit.state in ("gathering", "whole"):
@@ -523,8 +524,18 @@ class FSDP:
 
     def _hide(self, unit: Unit) -> None:
         """From here on, whoever reads a parameter of this unit gets an error that names both (class Sharded)."""
-        for i in unit.members:
-            self.all_params[i].__class__ = self._sharded_classes[i]
+        for flat in unit.flats:
+            for i in flat.views:
+                p = self.all_params[i]
+                p.__class__ = self._classes[i]
+                p.data = self._absent[i]
+                p.__class__ = self._sharded_classes[i]
+
+    def _show(self, values: dict[int, Tensor]) -> None:
+        for i, value in values.items():
+            p = self.all_params[i]
+            p.__class__ = self._classes[i]
+            p.data = value
 
     def _reshard_all(self, but_root: bool = False) -> None:
         self._ahead = self._recomputed = None
@@ -541,27 +552,34 @@ class FSDP:
 
     @contextlib.contextmanager
     def gathered(self, write: bool = False):
-        """Inside, the whole weights are there, to be read, and forward gathers nothing. With `write`, what you change (on all
-        ranks alike) is kept, in the masters, too. A collective, outside of forward and backward; needs the memory for all."""
+        """Inside, the whole weights are there, to be read, and forward gathers nothing; what you keep of them stays. With `write`,
+        what you change (on all ranks alike) goes to the masters. A collective, outside of forward and backward; needs the
+        memory for all. A loss computed inside may join one that `backward` gets outside, which then gathers all."""
         if self._in_backward or self._running or self._lent:
             raise RuntimeError("gathered() is for between forward, backward and step")
         self._check_usable()
-        whole = [unit.state == "whole" for unit in self.units]
         for unit in self.units:
             self._use(unit)
+            copies = {i: view.clone() for flat in unit.flats for i, view in flat.views.items()}
+            self._free(unit)
+            self._show(copies)
+            for i in copies:
+                self.all_params[i].__class__ = self._lent_classes[self._classes[i]]
         self._lent = True
         try:
             yield self._model
         finally:
             self._lent = False
-            self._version += write
-            for flat in self.flats if write else ():
-                new = flat.full[flat.own].to(flat.master.device)
-                flat.master.copy_(torch.where(new == flat.master.to(new.dtype), flat.master, new.to(flat.master.dtype)))
-                flat.store.copy_(flat.master)
-            for unit, was_whole in zip(self.units, whole):
-                if not was_whole:
-                    self._free(unit)
+            params = dict(zip(self.all_names, self.all_params))
+            for f in self.fragments + self.frozen_fragments if write else ():
+                if tuple(params[f.name].shape) != f.shape:
+                    raise ValueError(f"{f.name} was given shape {tuple(params[f.name].shape)} instead of {f.shape}")
+                new = params[f.name].data.reshape(-1)[f.start : f.end].to(f.master.device)
+                f.master.copy_(torch.where(new == f.master.to(new.dtype), f.master, new.to(f.master.dtype)))
+            for unit in self.units:
+                self._hide(unit)
+            if write:
+                self._masters_changed()
 
     # ---- 1. forward --------------------------------------------------------------------------------------------------
 
@@ -580,6 +598,8 @@ class FSDP:
     def _before_forward(self, unit: Unit) -> None:
         """A unit's forward begins: its weights must be there, and those of the next unit may start on their way."""
         root = self.units[0]
+        if self._lent:
+            return
         if self._in_backward:  # activation checkpointing computes it again; of several units one after the other, one at a time
             if self._recomputed not in (None, unit, root, *self._open[-1:]):
                 self._free(self._recomputed)
@@ -606,8 +626,17 @@ class FSDP:
     def _after_forward(self, unit: Unit, output) -> None:
         """A unit's forward is over. Backward will begin where its output's gradient is complete: leave word there."""
         root, call = self.units[0], None
+        if self._lent:
+            return
         if torch.is_grad_enabled():
-            for t in itertools.chain(tensors_in(output), left_in(unit.module)):
+            storages = {flat.full.untyped_storage()._cdata for flat in unit.flats}
+            try:
+                found = [*tensors_in(output), *left_in(unit.module)]
+            except TypeError as error:
+                raise RuntimeError(f"{unit.name}: {error}") from error
+            for t in found:
+                if unit is not root and t.untyped_storage()._cdata in storages:
+                    raise RuntimeError(f"{unit.name} returns a view of its own weights, which are freed now: return a copy of it")
                 if t.requires_grad and not t.is_leaf and getattr(t, "_made_by", None) is not t.grad_fn:
                     t._made_by = t.grad_fn  # what a unit hands on as it got it is not its own
                     call = call or Call(unit, unit in self._enclosing, self._version)
@@ -751,6 +780,8 @@ class FSDP:
             loss = loss.float()  # fp16 ends at 65504, and the first scale is 65536
         usual = sum(unit.calls for unit in self.units) == len(self._calls)  # no other forward waits for its backward
         self._begin_backward()
+        for unit in self.units if self.backward_needs_all else ():
+            self._use(unit)
         try:
             loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
         except RuntimeError as error:
@@ -810,6 +841,8 @@ class FSDP:
     def _leave_behind(self, reached: Unit) -> None:
         """Send the gradients of units that will not come again in this backward, free those that may. That depends on nothing but
         the sequence of forwards and backwards, which all ranks share."""
+        if self.backward_needs_all:  # until its end
+            return
         for unit in [u for u in self._open if u not in {reached, *self._enclosing}]:
             self._open.remove(unit)
             if unit.calls > 0:
@@ -898,7 +931,11 @@ class FSDP:
         self._in_flight.remove(unit)
         for flat in unit.flats:
             if flat.summing is not None:
-                total, flat.summing = flat.summing.wait(), None
+                summing, flat.summing = flat.summing, None
+                try:
+                    total = summing.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(f"summing gradients of {unit.name}: {error}; every rank must run the same units") from error
                 if self.offload:
                     self._land(flat, total)
                 else:
@@ -937,8 +974,7 @@ class FSDP:
         while self._in_flight:
             self._finish(self._in_flight[0])
         self._reduced = self._reduced or self._reducing
-        self._open, self._enclosing = [], set()
-        self._calls = []
+        self._open, self._enclosing, self._calls, self.backward_needs_all = [], set(), [], False
         for unit in self.units:
             unit.calls = 0
         self._reshard_all(but_root=not self._sync)
@@ -973,7 +1009,7 @@ class FSDP:
         # sends:  2(N-1)/N * 8 bytes for each parameter tensor and one more; Adam waits for it.
         self._all_reduce(adam.inputs[adam.n_hyper :])
         self._compare_ranks(adam.inputs[adam.n_hyper])
-        adam.update()
+        adam.update(len(self.flats))  # on CPUs flat by flat: the fp32 copies of gradients that it needs are small
         for flat, work in zip(self._statistics, statistics_works):
             wait(work)
             flat.div_(self.world_size)
@@ -1166,6 +1202,8 @@ class FSDP:
 
     def _masters_changed(self) -> None:
         """Otherwise than by Adam: the next gathers must begin with the new weights."""
+        if self._lent:
+            raise RuntimeError("inside gathered() nothing can be loaded")
         self._blank = False
         self._version += 1
         self._reshard_all()
@@ -1256,14 +1294,17 @@ def reach(engine: "weakref.ref[FSDP]", call: Call, grad: Tensor) -> None:
 
 
 def tensors_in(x, seen: set | None = None):
-    """All tensors in nested containers and plain objects, such as a cache of keys and values."""
+    """All tensors in nested containers and objects, such as a cache of keys and values. TypeError for what may hide tensors."""
     seen = set() if seen is None else seen
     if isinstance(x, Tensor):
         yield x
-    elif id(x) not in seen and not isinstance(x, (nn.Module, type, str)):
+    elif id(x) not in seen and not isinstance(x, (nn.Module, type, str, bytes, int, float)) and x is not None:
         seen.add(id(x))
+        if isinstance(x, (types.FunctionType, types.MethodType, functools.partial, Iterator)):
+            raise TypeError(f"no tensors can be found in a {type(x).__name__} that a unit returns: use containers or objects")
         listed = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list, set)) else ()
-        for item in (*listed, *getattr(x, "__dict__", {}).values()):
+        slots = [slot for kind in type(x).__mro__ for slot in vars(kind).values() if isinstance(slot, types.MemberDescriptorType)]
+        for item in (*listed, *(s.__get__(x) for s in slots if hasattr(x, s.__name__)), *getattr(x, "__dict__", {}).values()):
             yield from tensors_in(item, seen)
 
 
@@ -1347,7 +1388,15 @@ def open_safetensors(path: str) -> dict[str, tuple]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(min(length, os.path.getsize(path))))
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        for key, entry in header.items():
+            begin, end = entry["data_offsets"]
+            dtype, numel = DTYPES.get(entry["dtype"]), math.prod(entry["shape"])
+            if begin < 0 or dtype is not None and end - begin != numel * dtype.itemsize:
+                raise ValueError(f"{key} of {entry['shape']} {entry['dtype']} has bytes {begin} to {end}")
+        spans = [(0, 0), *sorted(tuple(entry["data_offsets"]) for entry in header.values())]
+        if any(last != begin for (_, last), (begin, _) in zip(spans, spans[1:])):
+            raise ValueError("tensors overlap or leave gaps")
+        end = spans[-1][1]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has a damaged header: {error}") from error
     if os.path.getsize(path) != 8 + length + end:
@@ -1369,25 +1418,43 @@ class Sharded:
         with torch._C.DisableTorchFunctionSubclass():
             if function in NO_WEIGHTS_READ:
                 return function(*args, **(kwargs or {}))
-            if function is Tensor.__repr__:
+            if function in (Tensor.stride, Tensor.is_contiguous):  # as they are when the weights are here
+                return function(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
+            if function in (Tensor.__repr__, Tensor.__format__):
                 return f"Parameter {args[0].name} of {tuple(args[0].shape)}, {args[0].dtype}, sharded"
-        absent = next(kind for kind in types if issubclass(kind, Sharded))
-        raise RuntimeError(f"the weights of {absent.name} are not here: they are sharded, and {absent.unit}, to which they "
+        next(kind for kind in types if issubclass(kind, Sharded)).refuse()
+
+    @classmethod
+    def refuse(cls, *_, **__):
+        raise RuntimeError(f"the weights of {cls.name} are not here: they are sharded, and {cls.unit}, to which they "
                            "belong, is not running. Read them inside `with engine.gathered():`, or make what reads them part of "
                            "that unit (a parameter that two units use belongs to the root)")
+
+    as_subclass = __dlpack__ = refuse  # those ask no torch function
 
 
 def sharded_class(own_class: type, name: str, unit: str) -> type:
     return type("Sharded" + own_class.__name__, (Sharded, own_class), {"name": name, "unit": unit})
 
 
+class Lent:
+    """In the class of parameters inside `gathered`: if a graph grows from one, the next backward will need all weights."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            output = function(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_in(output)):
+            cls.engine().backward_needs_all = True
+        return output
+
+
 NO_WEIGHTS_READ = {getattr(Tensor, name).__get__ for name in (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_meta", "itemsize",
     "nbytes")}
-NO_WEIGHTS_READ |= {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.stride,
-                    Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__,
-                    Tensor.requires_grad_, Tensor.requires_grad.__set__, Tensor.register_hook,
-                    Tensor.register_post_accumulate_grad_hook}
+NO_WEIGHTS_READ |= {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Tensor.numel, Tensor.dim, Tensor.element_size,
+                    Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.requires_grad_,
+                    Tensor.requires_grad.__set__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 
 
 # ---- shared blocks: the same text in every strategy file -------------------------------------------------------------
