@@ -674,7 +674,7 @@ def _torchrun(script, *argv, limit_s=100):
 
 
 @pytest.mark.parametrize("options", ["", *(pytest.param(options, marks=pytest.mark.sweep) for options in (
-    "--model vit -p ddp_fp16 --engine growth_interval=3", "--stem cifar --sync_bn --micro_batches 2", "-p zero2"))])
+    "--model vit -p ddp_fp16 --engine growth_interval=3", "--stem cifar --sync_bn --micro_batches 2", "-p zero2", "-p fsdp"))])
 def test_killed_and_resumed_equals_straight(pool, folder, tmp_path, options):
     """CASES 42: 4 epochs of 3 steps on two ranks; or, under torchrun, rank 1 is killed in the last step but one, and the run
     goes on after the second epoch. Every loss, the weights, the moments and running statistics: bit for bit."""
