@@ -1351,17 +1351,31 @@ class Adam(torch.optim.Optimizer):
             after(part)
 
     def _torch_adam(self, group, rows, steps, dtype, factor) -> None:
-        index, master, grad, exp_avg, exp_avg_sq, half = map(list, zip(*rows))
-        grad = [g.to(dtype) for g in grad]
-        if factor != 1.0:
-            torch._foreach_mul_(grad, factor)
         fused = torch._fused_adamw_ if group["adamw"] else torch._fused_adam_
-        fused(master, grad, exp_avg, exp_avg_sq, [], [steps[i] for i in index], lr=float(group["lr"]),
-              beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
-              amsgrad=False, maximize=False)
-        copies = [(h, p) for h, p in zip(half, master) if h is not None]
-        if copies:
-            torch._foreach_copy_(*map(list, zip(*copies)))
+        for batch in [rows] if rows[0][1].is_cuda else self._cut(rows):
+            index, master, grad, exp_avg, exp_avg_sq, half = map(list, zip(*batch))
+            grad = [g.to(dtype) for g in grad]
+            if factor != 1.0:
+                torch._foreach_mul_(grad, factor)
+            fused(master, grad, exp_avg, exp_avg_sq, [], [steps[i] for i in index], lr=float(group["lr"]),
+                  beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
+                  amsgrad=False, maximize=False)
+            copies = [(h, p) for h, p in zip(half, master) if h is not None]
+            if copies:
+                torch._foreach_copy_(*map(list, zip(*copies)))
+
+    def _cut(self, rows, numel=2**20):
+        """Batches of about so many elements: what one pass over them writes, the next still finds in the CPU's caches."""
+        batch, room = [], numel
+        for index, *tensors in rows:
+            for lo in range(0, tensors[0].numel(), numel):
+                batch.append((index, *(t if t is None else t[lo : lo + numel] for t in tensors)))
+                room -= batch[-1][1].numel()
+                if room <= 0:
+                    yield batch
+                    batch, room = [], numel
+        if batch:
+            yield batch
 
     def _call(self, function: str, *args) -> None:
         """One launch on the current stream. Tensors pass as addresses; an error is raised with CUDA's own text."""

@@ -8,6 +8,7 @@ GPU, as on a machine without nvcc. ddp.py stands for all strategy files: test_co
 Needs nothing; without a GPU two thirds are skipped. About 10 s on two CPU cores, 50 s with a GPU, half of it
 compiling (`-m sweep` adds one tensor of more than 2^31 elements).
 """
+import copy
 import functools
 import os
 import random
@@ -752,3 +753,23 @@ def test_a_killed_build_then_two_at_once(gpu, tmp_path):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_tensors_go_in_pieces(dtype):
+    """torch's Adam on CPUs gets a million elements at a time: a matrix of 1.2 million, many small ones and one of none, three
+    steps, beside torch's own over whole tensors. The pieces are of whole vector registers, so not a bit differs."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1100, 1100), *[torch.nn.Linear(7, 5) for _ in range(9)], torch.nn.Linear(3, 0)).to(dtype)
+    plain = copy.deepcopy(model)
+    engine = ddp.DDP(model, precision="fp32", lr=0.01, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+    cut = [len(batch) for rows in engine.optimizer.calls.values() for batch in engine.optimizer._cut(rows)]
+    assert len(cut) == 2 and sum(cut) == 21  # the matrix in two, its bias, eighteen small ones
+    for _ in range(3):
+        engine.backward(sum(p.square().sum() * (1 + i) for i, p in enumerate(model.parameters())))
+        sum(p.square().sum() * (1 + i) for i, p in enumerate(plain.parameters())).backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))

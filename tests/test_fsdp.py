@@ -1891,13 +1891,13 @@ def large_on_meta(path, width, n_blocks):
         with pytest.raises(RuntimeError, match="allocate"):
             control.to_empty(device="cpu")
         control = None
-        engine = FSDP(model, precision="bf16", lr=1e-3)
+        engine = FSDP(model, precision="bf16", lr=2e-5)
         assert engine.load_pretrained(path) == ([], [])
         losses = []
         for _ in range(3):
             losses.append(engine.forward_backward((x, y), 1, lambda out, b: (out.float() - b[1]).square().mean()).item())
             engine.step()
-        assert not engine.skipped_steps and losses[2] < losses[0] < 100, losses
+        assert not engine.skipped_steps and losses[2] < losses[1] < losses[0] < 100, losses
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     held = sum(sum(d.values()) for d in engine.memory().values())
