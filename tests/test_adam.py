@@ -757,8 +757,8 @@ def test_a_killed_build_then_two_at_once(gpu, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_tensors_go_in_pieces(dtype):
-    """torch's Adam on CPUs gets a million elements at a time: a matrix of 1.2 million and many small ones, three steps, beside torch's
-    own over whole tensors. The pieces are of whole vector registers, so not a bit differs."""
+    """torch's Adam on CPUs gets a million elements at a time: a matrix of 1.2 million and many small ones, three steps,
+    beside torch's own over whole tensors. The pieces are of whole vector registers, so not a bit differs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1100, 1100), *[nn.Linear(7, 5) for _ in range(9)]).to(dtype)
     plain = copy.deepcopy(model)
