@@ -571,13 +571,15 @@ class FSDP:
         finally:
             self._lent = False
             params = dict(zip(self.all_names, self.all_params))
-            for f in self.fragments + self.frozen_fragments if write else ():
-                if tuple(params[f.name].shape) != f.shape:
-                    raise ValueError(f"{f.name} was given shape {tuple(params[f.name].shape)} instead of {f.shape}")
+            wrong = [f"{n} was given shape {tuple(p.shape)} instead of {shape}"
+                     for (n, p), shape in zip(params.items(), self._shapes) if tuple(p.shape) != shape]
+            for f in self.fragments + self.frozen_fragments if write and not wrong else ():
                 new = params[f.name].data.reshape(-1)[f.start : f.end].to(f.master.device)
                 f.master.copy_(torch.where(new == f.master.to(new.dtype), f.master, new.to(f.master.dtype)))
             for unit in self.units:
                 self._hide(unit)
+            if write and wrong:
+                raise ValueError(f"nothing is written: {'; '.join(wrong[:5])}")
             if write:
                 self._masters_changed()
 
@@ -1128,6 +1130,7 @@ class FSDP:
         """Load rank 0's full state dict (what other ranks pass is ignored) on every rank, masters included; a collective.
         Adam's moments stay. Raises CheckpointError, a ValueError, on all ranks and before anything changes, for missing or
         unexpected names and for other shapes."""
+        self._check_can_load()
         names, buffers = self._places()
         shape_of = dict(zip(self.all_names, self._shapes))
         own = {k: shape_of[names[k]] if k in names else tuple(buffers[k].shape) for k in self._plain_dtypes}
@@ -1157,6 +1160,7 @@ class FSDP:
         Returns (missing, unexpected) names; with `strict` those are a CheckpointError, as are other shapes, unknown dtypes and
         damaged files, on all ranks and before anything changes. What is missing keeps its value, so a model built on `meta` must
         find all."""
+        self._check_can_load()
         names, buffers = self._places()
         prefix = getattr(self._model, "base_model_prefix", "") + "."
         shape_of = dict(zip(self.all_names, self._shapes)) | {key: tuple(b.shape) for key, b in buffers.items()}
@@ -1200,10 +1204,12 @@ class FSDP:
         self._masters_changed()
         return found
 
-    def _masters_changed(self) -> None:
-        """Otherwise than by Adam: the next gathers must begin with the new weights."""
+    def _check_can_load(self) -> None:
         if self._lent:
             raise RuntimeError("inside gathered() nothing can be loaded")
+
+    def _masters_changed(self) -> None:
+        """Otherwise than by Adam: the next gathers must begin with the new weights."""
         self._blank = False
         self._version += 1
         self._reshard_all()
@@ -1233,6 +1239,7 @@ class FSDP:
         saved under its name and returns the other extras. On as many ranks the run goes on bit for bit, random numbers
         included; on another number they are left as they are. Discards gradients. Raises CheckpointError, on all ranks and
         before anything changes, for what is missing, damaged, of another shape or in another param group."""
+        self._check_can_load()
         extra = load_checkpoint(self, directory, objects)
         self.zero_grad()
         self._masters_changed()

@@ -1950,6 +1950,17 @@ def suspicions():
     second = FSDP(engine.module, precision="bf16")
     assert all(map(torch.equal, before, [f.master for f in second.fragments]))
 
+    before = second.state_dict()
+    with raises(ValueError, "nothing is written", "head.weight was given shape (2, 7) instead of (3, 7)"):  # on all ranks
+        with second.gathered(write=True) as model:
+            model.head.weight.data = torch.zeros(2, 7, dtype=torch.bfloat16)
+            model.head.bias.data.zero_()
+    with second.gathered(), raises(RuntimeError, "nothing can be loaded"):
+        second.load_state_dict({key: torch.zeros_like(value) for key, value in before.items()})
+    after = second.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    all_sharded(second)
+
     with torch.device("meta"):
         model = Net()
     FSDP(model, precision="fp32", device="cpu")
