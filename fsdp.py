@@ -9,6 +9,7 @@ they are freed again. Backward gathers them once more, and its gradients leave a
     grads        [ A |   ]   [   | B ]   2Ψ/N      from backward to step; 4Ψ/N where several micro-batches add up in fp32
     gathered     [ A | B ]   [ A | B ]             weights of the root, and of at most two units
     unreduced    [ A | B ]   [ A | B ]             gradients of the root, and of at most two units
+                                                   (gloo: and (N-1)/N of one unit, for what is received)
     GPT-2 XL (Ψ = 1.56e9) on N = 8: 2.7 GB, twice 164 MB for the root and four times 61 MB, where ddp.py has 16Ψ = 24.9 GB.
 
     units        root: embeddings, pooler, head, whatever is in no other unit or in two | layer 1 | layer 2 | layer 3
@@ -1652,7 +1653,7 @@ class SliceGather:
             return
         engine._count("all_gather", (n - 1) * slices[r].numel() * flat.element_size())
         # before: of flat, only slice r is up to date on rank r.  after: all of it.
-        # sends: (N-1)/N of flat's bytes per rank, during the first layers of the next forward; whoever reads a weight waits.
+        # sends: (N-1)/N of flat's bytes per rank, while what comes before is computed; whoever reads a weight waits.
         if not engine.by_hand:
             self.works = [dist.all_gather_into_tensor(flat, slices[r], group=engine.group, async_op=True)]
             return

@@ -1135,7 +1135,7 @@ class SliceGather:
             return
         engine._count("all_gather", (n - 1) * slices[r].numel() * flat.element_size())
         # before: of flat, only slice r is up to date on rank r.  after: all of it.
-        # sends: (N-1)/N of flat's bytes per rank, during the first layers of the next forward; whoever reads a weight waits.
+        # sends: (N-1)/N of flat's bytes per rank, while what comes before is computed; whoever reads a weight waits.
         if not engine.by_hand:
             self.works = [dist.all_gather_into_tensor(flat, slices[r], group=engine.group, async_op=True)]
             return
