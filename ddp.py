@@ -585,10 +585,10 @@ class DDP:
         self._check_not_moved()
         extra = load_checkpoint(self, directory, objects)
         self.zero_grad()
-        order = extra.pop("_bucket_order", [])  # it decides in which order a ring adds
+        order = extra.get("_bucket_order", [])  # it decides in which order a ring adds
         if order and sorted(order) == sorted(self.names):
             self._replace_buckets([self.names.index(name) for name in order])
-        return extra
+        return {k: v for k, v in extra.items() if not k.startswith("_")}
 
     def kept(self) -> "list[Fragment]":
         """What a checkpoint holds beside what is trained: frozen parameters, and the buffers that are in the state dict."""
@@ -1070,7 +1070,6 @@ class Adam(torch.optim.Optimizer):
             self._call("adam_prepare", self.inputs[self.n_hyper :], self.inputs, self.group_of, present, len(self.params),
                        self.steps, self.constants, s.state, float(self.max_norm), float(s.growth), float(s.backoff),
                        float(s.interval), float(s.floor), float(s.ceiling))
-            self._call("adam_update", self.table, self.chunks, len(self.chunks), self.constants, s.state)
         else:
             norm = total.sqrt() / s.state[SCALE]
             clip = (self.max_norm / (norm + 1e-6)).clamp(max=1.0) if self.max_norm > 0 else torch.ones_like(norm)
@@ -1079,11 +1078,14 @@ class Adam(torch.optim.Optimizer):
             self.steps += (present > 0) & total.isfinite()
         skip = bool(self.calls) and bool(s.state[SKIPPED])  # torch's Adam takes lists from the host: on a GPU it waits here
         factor, alive = (float(s.state[FACTOR]), (present > 0).tolist()) if self.calls else (1.0, [])
+        steps = {device: self.steps.to(device) for _, _, device, *_ in self.calls}
+        if self.cuda:  # after all waiting: the GPU and the CPU update side by side
+            self._call("adam_update", self.table, self.chunks, len(self.chunks), self.constants, s.state)
         for part in range(parts):
             for (of_part, k, device, dtype, _), call in self.calls.items() if not skip else ():
                 rows = [row for row in call if alive[row[0]]] if of_part == part else []
                 if rows:
-                    self._torch_adam(self.param_groups[k], rows, self.steps.to(device), dtype, factor)
+                    self._torch_adam(self.param_groups[k], rows, steps[device], dtype, factor)
             after(part)
 
     def _torch_adam(self, group, rows, steps, dtype, factor) -> None:
