@@ -20,6 +20,8 @@ def leaf_units(module):
     return has_parameters and not any(True for _ in module.children()) and not getattr(module, "read_outside", False)
 
 
+CHUNK_BYTES = 1536  # on 1, 2, 3, 4 and 8 ranks slices of 16 bytes in half precision fill it
+CHUNKS = dict(chunk_mb=CHUNK_BYTES / 2**20)
 ENGINES = {  # name: (module, class, knobs that make several buckets or units of these small models)
     "ddp": ("ddp", "DDP", dict(bucket_mb=0.002, first_bucket_mb=0.001)),
     "zero1": ("zero", "Zero", dict(bucket_mb=0.002, stage=1)),
@@ -29,18 +31,42 @@ ENGINES = {  # name: (module, class, knobs that make several buckets or units of
     "fsdp": ("fsdp", "FSDP", dict(wrap=leaf_units)),
     "fsdp_no_reshard": ("fsdp", "FSDP", dict(wrap=leaf_units, reshard=False, reduce_each=False)),
     "fsdp_offload": ("fsdp", "FSDP", dict(wrap=leaf_units, offload=True, prefetch=False)),
+    "gemini": ("gemini", "Gemini", CHUNKS),  # on CPUs under a budget, see `tight_budget`
+    # the first quarter of the chunks is in host memory, the next half has its optimizer there; the first half is released after use
+    "gemini_static": ("gemini", "Gemini", dict(CHUNKS, placement="static", shard_param_frac=0.5, offload_param_frac=0.25,
+                                               offload_optim_frac=0.75)),
+    "gemini_offload": ("gemini", "Gemini", dict(CHUNKS, offload=True)),
 }
+FEWER = ("ddp", "zero1_offload", "zero2", "fsdp", "gemini")  # every file; of zero.py both stages, one of them with offload
+
+
+def in_sweep(values, when=lambda *_: True):
+    """A test's parameters, tuples for several at once; those where `when(*values)` is true run in the sweep alone."""
+    tuples = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=pytest.mark.sweep if when(*value) else []) for value in tuples]
+
+
 engines = pytest.mark.parametrize("name", ENGINES)
-fewer_engines = pytest.mark.parametrize("name", [  # where two of fsdp.py's rows would say nothing new: those in the sweep
-    pytest.param(name, marks=pytest.mark.sweep) if name in ("fsdp_no_reshard", "fsdp_offload") else name for name in ENGINES])
+fewer_engines = pytest.mark.parametrize("name", in_sweep(ENGINES, lambda name: name not in FEWER))
 
 
 def build_engine(name, model, params=None, **arguments):
-    """A strategy's engine. Only ddp.py has a bucket size of its own for the first bucket; fsdp.py has units, not buckets."""
+    """A strategy's engine. Only ddp.py has a bucket size of its own for the first bucket; fsdp.py has units and gemini.py
+    chunks, not buckets."""
     module, cls, knobs = ENGINES[name]
-    for argument in {"ddp": (), "fsdp": ("bucket_mb", "first_bucket_mb")}.get(module, ("first_bucket_mb",)):
+    for argument in {"ddp": (), "zero": ("first_bucket_mb",)}.get(module, ("bucket_mb", "first_bucket_mb")):
         arguments.pop(argument, None)
+    if name == "gemini" and all(p.device.type == "cpu" for p in model.parameters()):
+        arguments.setdefault("device_budget", tight_budget(model))
     return getattr(importlib.import_module(module), cls)(model, params, **{**knobs, **arguments})
+
+
+def tight_budget(model):
+    """Bytes with which gemini.py's chunks come and go, and optimizers stay in host memory: little more than the tightest moment
+    takes. That is two chunks of the small models here, three of "awkward"; of transformers' models the largest parameter, which
+    is a chunk of its own, and one beside it."""
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
+    return int(max(min(max(1.2 * sum(sizes), 2.2 * CHUNK_BYTES), 3.2 * CHUNK_BYTES), max(sizes) + 1.5 * CHUNK_BYTES))
 
 
 def whole(engine, write=False):

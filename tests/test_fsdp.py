@@ -3,7 +3,7 @@
 Compared: one process in float64 at 1e-10 (as test_contract.py, which asks every strategy the same), gathers of each unit and bytes
 sent with the formulas of the docstring, live storages with root and units, engines built on meta with those of real models bit for
 bit. Whatever is not supported must be an error that names parameter or unit, with the process alive and a good step after it.
-Two to four CPU ranks; about 90 s, the sweep six minutes more.
+Two to four CPU ranks; about 80 s, the sweep six minutes more.
 """
 import contextlib
 import copy
@@ -400,7 +400,7 @@ def units_of_all_shapes(kinds, micro_batches=1, **knobs):
 
 
 @pytest.mark.parametrize("ranks, micro_batches, knobs", [
-    (2, 1, {}), (2, 1, dict(prefetch=False)), pytest.param(3, 2, {}, marks=pytest.mark.sweep),
+    (2, 1, {}), *[pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, 1, dict(prefetch=False)), (3, 2, {}))],
     *[pytest.param(ranks, k, knobs, marks=pytest.mark.sweep) for ranks in (1, 4) for k in (1, 2)
       for knobs in ({}, dict(prefetch=False), dict(reduce_each=False), dict(offload=True))]], ids=str)
 def test_units_of_all_shapes(pool, ranks, micro_batches, knobs):
@@ -521,7 +521,7 @@ def only_some_ranks(how):
     return "right, blocks.0 to blocks.3"
 
 
-@pytest.mark.parametrize("how", ["unused", "swapped", "detached"])
+@pytest.mark.parametrize("how", ["unused", "detached", pytest.param("swapped", marks=pytest.mark.sweep)])  # as test_contract.py's
 def test_case_10_units_that_some_ranks_run(pool, how):
     messages = pool.run(2, only_some_ranks, how)
     assert any("blocks." in message for message in messages), messages  # the other one may have lost its connection by then
@@ -1542,7 +1542,7 @@ def offloaded(precision, micro_batches):
     assert len(states[0]) > 50 and all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*states, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", pytest.param("fp16", marks=pytest.mark.sweep)])
 def test_offload_changes_no_bit(pool, precision):
     for micro_batches in (1, 3, 0):
         pool.run(2, offloaded, precision, micro_batches)

@@ -1,10 +1,13 @@
 """The contract on CUDA with NCCL: what test_contract.py compares, with the model on a GPU; one rank, and two where ranks can have
 a GPU each or NCCL (2.30 or newer) lets them share one. Skipped without a GPU. float64 takes torch's fused Adam, fp32 takes
-adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2 and fsdp on one,
-too. Six minutes for ddp and zero on one H200 that all ranks share.
+adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2, fsdp and gemini
+on one, too; of gemini's rows all do what moves chunks, the others a few kinds. Six minutes for ddp and zero and three for gemini
+on one H200 that all ranks share.
 """
 import contextlib
 import ctypes
+import gc
+import itertools
 import warnings
 
 import pytest
@@ -20,6 +23,7 @@ from models import (
     build_engine,
     engines,
     global_batch,
+    in_sweep,
     raises,
     rows,
     two_groups,
@@ -49,8 +53,8 @@ def on_cuda(function, *args, **kwargs):
 
 
 def pairs(sharded=tuple(n for n in ENGINES if n != "ddp")):
-    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2 and fsdp on one, too."""
-    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1), ("fsdp", 1)]
+    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2, fsdp and gemini on one, too."""
+    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1), ("fsdp", 1), ("gemini", 1)]
     return found + ([(name, 2) for name in sharded] if 2 in rank_counts() else [])
 
 
@@ -59,8 +63,25 @@ def in_words(value):
 
 
 engine_and_ranks = pytest.mark.parametrize("name, ranks", pairs(), ids=in_words)
+GEMINI_KNOBS = ("gemini_static", "gemini_offload")
+
+
+def engine_ranks_and(what, values, few=()):
+    """As `engine_and_ranks`, with each value. By default gemini's further rows, and gemini on one rank, have `few` of them."""
+    return pytest.mark.parametrize(f"name, ranks, {what}", ids=in_words, argvalues=in_sweep(
+        [(*pair, value) for pair in pairs() for value in values],
+        lambda name, ranks, value: (name in GEMINI_KNOBS or (name, ranks) == ("gemini", 1)) and value not in few))
+
+
+def engine_and(what, values, few=()):
+    """The same on two ranks, every engine."""
+    return pytest.mark.parametrize(f"name, {what}", in_sweep(
+        itertools.product(ENGINES, values), lambda name, value: name in GEMINI_KNOBS and value not in few))
+
+
 on_two_ranks = pytest.mark.skipif(torch.cuda.is_available() and len(rank_counts()) < 2,
                                   reason="needs two ranks: two GPUs, or NCCL 2.30 to share one")
+gemini_engines = pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("gemini")])
 fsdp_engines = pytest.mark.parametrize("name", [name for name in ENGINES if name.startswith("fsdp")])
 
 
@@ -69,14 +90,12 @@ def run(pool):
     return lambda ranks, *args, **kwargs: pool.run(ranks, on_cuda, *args, backend="nccl", limit_s=120, **kwargs)
 
 
-@pytest.mark.parametrize("kind", contract.KINDS)
-@engine_and_ranks
+@engine_ranks_and("kind", contract.KINDS, few=("awkward", "bert"))
 def test_float64_equals_one_process(run, name, ranks, kind):
     run(ranks, contract.train_beside_reference, name, kind)
 
 
-@pytest.mark.parametrize("kind", ["awkward", "batchnorm", "bert"])
-@engine_and_ranks
+@engine_ranks_and("kind", ["awkward", "batchnorm", "bert"])
 def test_own_loop_equals_one_process(run, name, ranks, kind):
     run(ranks, contract.train_beside_reference, name, kind, own_loop=True)
 
@@ -91,10 +110,11 @@ def fp32_beside_reference(name, kind):
     for step in range(3):
         batch, loss_fn = global_batch(kind, 4 * ranks, step, torch.float32)
         reference.backward(batch, loss_fn)
-        units = getattr(engine, "units", [])
+        units = getattr(engine, "units", None) or getattr(engine, "chunks", [])
         gathers = sum(unit.gathers for unit in units)
         engine.forward_backward(rows(batch, 4 * rank, 4 * rank + 4), 2, loss_fn)
-        # fsdp: with two micro-batches each unit twice or more, the root once, one of "awkward" never; also at one rank
+        # fsdp: with two micro-batches each unit twice or more, the root once, one of "awkward" never; also at one rank. gemini:
+        # each chunk twice or more, but for what the last step has begun
         assert sum(unit.gathers for unit in units) - gathers >= len(units)
         norm = reference.step()
         engine.step()
@@ -106,47 +126,41 @@ def fp32_beside_reference(name, kind):
         assert name == "ddp" or ranks == 1 or {"reduce_scatter", "all_gather"} <= engine.traffic.keys()
 
 
-@pytest.mark.parametrize("kind", ["plain", "awkward", "tied", "bert", "gpt2"])
-@engine_and_ranks
+@engine_ranks_and("kind", ["plain", "awkward", "tied", "bert", "gpt2"], few=("awkward", "gpt2"))
 def test_fp32_equals_one_process(run, name, ranks, kind):
     run(ranks, fp32_beside_reference, name, kind)
 
 
 @on_two_ranks
-@engines
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@engine_and("precision", ["fp16", "bf16", "fp32"], few=("fp16",))
 def test_overflow_on_one_rank(run, name, precision):
     run(2, contract.overflow_on_one_rank, name, precision)
 
 
 @on_two_ranks
-@engines
-@pytest.mark.parametrize("case", ["accumulation_numbers", "varying_micro_batches", "uneven_ranks", "weighted_mean",
-                                  "opposite_order", "taken_over"])
+@engine_and("case", ["accumulation_numbers", "varying_micro_batches", "uneven_ranks", "weighted_mean", "opposite_order",
+                     "taken_over"], few=("varying_micro_batches",))
 def test_cases_on_two_ranks(run, name, case):
     run(2, getattr(contract, case), name)
 
 
-@engines
+@pytest.mark.parametrize("name", in_sweep(ENGINES, lambda name: name in GEMINI_KNOBS))
 def test_several_dtypes(run, name):
     """One rank: what bf16 makes of 1/3 three times over is not 1, and two are compared on the CPU."""
     run(1, contract.several_dtypes, name)
 
 
-@pytest.mark.parametrize("case", ["clip_numbers", "scale_changes_nothing", "tied_and_saved", "grows_not"])
-@engine_and_ranks
+@engine_ranks_and("case", ["clip_numbers", "scale_changes_nothing", "tied_and_saved", "grows_not"], few=("grows_not",))
 def test_cases(run, name, ranks, case):
     run(ranks, getattr(contract, case), name)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@engine_and_ranks
+@engine_ranks_and("precision", ["fp32", "bf16", "fp16"])
 def test_batch_norm(run, name, ranks, precision):
     run(ranks, contract.batch_norm_policy, name, precision)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@engine_and_ranks
+@engine_ranks_and("precision", ["bf16", "fp16"], few=("bf16",))
 def test_half_precision_gradients(run, name, ranks, precision):
     run(ranks, contract.half_gradients, name, precision)
 
@@ -169,7 +183,8 @@ def no_host_wait(name, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name, ranks", pairs(tuple(n for n in ENGINES if n != "ddp" and "offload" not in n)), ids=in_words)
+@pytest.mark.parametrize("name, ranks", ids=in_words, argvalues=pairs(
+    [n for n in ENGINES if n not in ("ddp", "gemini_static") and "offload" not in n]))  # where CPUs run Adam they read a flag
 def test_no_host_wait(run, name, ranks, precision):
     run(ranks, no_host_wait, name, precision)
 
@@ -242,7 +257,7 @@ def test_late_collectives_and_copies_change_no_bit(run, name):
     run(2, late_collectives_and_copies, name)
 
 
-def checkpoint_on_gpu(name, directory):
+def checkpoint_on_gpu(name, directory, micro_batches=2):
     """A GPU run saved and resumed on as many ranks: bit for bit."""
     def engine_of(seed):
         model = build("bert", seed=seed, dtype=torch.float32)
@@ -251,7 +266,7 @@ def checkpoint_on_gpu(name, directory):
     def train(engine, steps):
         for step in steps:
             batch, _ = global_batch("bert", 8, step + 10 * dist.get_rank())
-            engine.forward_backward(batch, 2)
+            engine.forward_backward(batch, micro_batches)
             engine.step()
 
     first, second = engine_of(0), engine_of(1)
@@ -275,6 +290,14 @@ def test_checkpoint_resumes_bit_for_bit(run, name, ranks, tmp_path):
 
 
 @on_two_ranks
+@pytest.mark.parametrize("name", ["zero2_offload", "gemini", "gemini_offload"])
+def test_checkpoint_of_whole_batches_resumes_bit_for_bit(run, name, tmp_path):
+    """Nothing adds up, so squares are summed as gradients leave for host memory. gemini does that in its first step alone, after
+    which all optimizers are on the GPU and it sums them in `step`: clipping by either norm must come to the same."""
+    run(2, checkpoint_on_gpu, name, str(tmp_path / "checkpoint"), micro_batches=1)
+
+
+@on_two_ranks
 @fsdp_engines
 def test_fsdp_gathers_and_sends_while_others_compute(run, name):
     """The same events in the same order as on CPUs: autograd's hooks run in a thread of its own here."""
@@ -295,9 +318,9 @@ def units_in_opposite_order(name):
         engine.step()
 
 
-def units_in_one_order(name):
+def units_in_one_order(name, **knobs):
     """The same model with the units in one order: steps are not skipped, and weights move."""
-    engine = build_engine(name, contract.EitherFirst(), precision="fp32", lr=0.1, weight_decay=0.1)
+    engine = build_engine(name, contract.EitherFirst(), precision="fp32", lr=0.1, weight_decay=0.1, **knobs)
     for _ in range(3):
         before = contract.weights_of(engine)
         engine.backward(engine(torch.randn(4, 8), turned=False).square().mean())
@@ -314,6 +337,39 @@ def test_fsdp_compares_the_order_of_units(run, name, case):
     run(2, case, name)
 
 
+def chunks_in_opposite_order(name):
+    """As `units_in_opposite_order`, with each layer in a chunk. The second step reduces first, as there was no backward: with a
+    plan that has no moments, since the ranks had none in common."""
+    engine = build_engine(name, contract.EitherFirst(), precision="fp32", lr=0.1, weight_decay=0.1,
+                          chunk_mb=contract.chunk_bytes(8 * 8 + 8, 4) / 2**20)
+    before, x = contract.weights_of(engine), torch.randn(4, 8)
+    engine.backward(engine(x, turned=True).square().mean())
+    engine.step()
+    assert engine.skipped and engine.skipped_steps == 1
+    assert all(torch.equal(p, q) for p, q in zip(contract.weights_of(engine), before, strict=True))
+    torch.cuda.synchronize()
+    with raises(RuntimeError, "the ranks read different parameters, or in another order", "skipped"):
+        engine.step()
+
+
+def chunks_in_one_order(name):
+    units_in_one_order(name, chunk_mb=contract.chunk_bytes(8 * 8 + 8, 4) / 2**20)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("name", ["gemini", *in_sweep(GEMINI_KNOBS)])
+@pytest.mark.parametrize("case", [chunks_in_opposite_order, chunks_in_one_order])
+def test_gemini_compares_the_order_of_chunks(run, name, case):
+    run(2, case, name)
+
+
+@on_two_ranks
+@gemini_engines
+def test_gemini_gathers_and_sends_while_others_compute(run, name):
+    """The same events in the same order as on CPUs."""
+    run(2, contract.events_of_chunks, name)
+
+
 def held_on_the_host():
     """With offload the GPU keeps nothing, neither from backward to step nor from step to forward."""
     engine = build_engine("fsdp_offload", build("plain", dtype=torch.float32), precision="bf16")
@@ -324,6 +380,85 @@ def held_on_the_host():
             held = engine.memory()
             for kind in ("parameters", "gradients", "optimizer"):
                 assert held[kind]["cpu"] > 0 and sum(held[kind].values()) == held[kind]["cpu"], held
+
+
+def gemini_held_on_the_host():
+    """The same, but for the one chunk that the next forward reads first: its gather begins in `step`."""
+    engine = build_engine("gemini_offload", build("plain", dtype=torch.float32), precision="bf16")
+    batch, loss_fn = global_batch("plain", 8, dist.get_rank(), torch.float32)
+    for _ in range(2):
+        for act, gathered in ((lambda: engine.forward_backward(batch, 2, loss_fn), 0), (engine.step, 1)):
+            act()
+            held, room = engine.memory(), gathered * engine.chunks[0].room_bytes
+            for kind in ("gradients", "optimizer"):
+                assert held[kind]["cpu"] > 0 and sum(held[kind].values()) == held[kind]["cpu"], held
+            assert held["parameters"]["cpu"] > 0 and sum(held["parameters"].values()) - held["parameters"]["cpu"] == room, held
+            assert engine.device_bytes == room
+    assert engine.traffic["to_device"] > 0 and engine.traffic["to_host"] > 0, engine.traffic
+
+
+class Residual(torch.nn.Module):
+    """128 layers of 768 x 768: 302 MB in fp32, 1.2 MB a layer in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(768, 768, bias=False) for _ in range(128))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x) / 8
+        return x
+
+
+def under_budget_on_the_gpu():
+    """A chunk for each layer, with room for four and the optimizers of 80 beside what the tightest moment takes. In a steady step
+    the GPU, as torch counts, never has more than the budget; and what it has at most is what the engine's ledger says beside what
+    the first pass has traced of everything else. Beside the engine that has room for all, and Adam on the GPU, the weights are
+    those but for rounding (CPU and GPU round Adam differently, and bf16 gradients after that)."""
+    layers, layer, n = 128, 768 * 768, dist.get_world_size()
+    loss_fn, x = (lambda out, x: out.float().square().mean()), torch.randn(4, 768)
+    warm = torch.nn.Linear(768, 768, bias=False, dtype=torch.bfloat16)  # the libraries' own memory, in forward and in backward
+    warm(x.bfloat16()).float().square().mean().backward()
+    del warm
+
+    def steps(budget):
+        """The engine, its last loss, gathers and most bytes in a step, and what the tightest moment takes without optimizers."""
+        torch.manual_seed(0)
+        engine = build_engine("gemini", Residual(), precision="bf16", lr=1e-4, chunk_mb=layer * 2 / 2**20, device_budget=budget)
+        assert len(engine.chunks) == layers
+        for step in range(5):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            gathers, engine.most_device_bytes = sum(chunk.gathers for chunk in engine.chunks), engine.device_bytes
+            loss = engine.forward_backward(x, loss_fn=loss_fn)
+            if step == 0:
+                needed = engine._simulate(budget=0).most
+            engine.step()
+            torch.cuda.synchronize()
+            most = torch.cuda.max_memory_allocated()
+            assert budget is None or step == 0 or most <= budget, (step, most, budget)  # the first pass is what finds the moments
+        # At whichever moment the peak was: the traced bytes differ by a gradient that autograd has just made, less than 0.5 %.
+        of_engine = [(most - others) / engine.most_device_bytes for others in (min(engine.plan.others), max(engine.plan.others))]
+        assert all(abs(ratio - 1) <= 0.01 for ratio in of_engine), (of_engine, most, engine.most_device_bytes)
+        return engine, loss.item(), sum(chunk.gathers for chunk in engine.chunks) - gathers, needed
+
+    free, expected, gathers, needed = steps(None)
+    assert gathers == layers and all(chunk.on_device for chunk in free.chunks)
+    weights = [w.cpu() for w in contract.weights_of(free)]
+    del free
+    gc.collect()
+    engine, loss, gathers, _ = steps(needed + 4 * layer * 2 + 80 * (3 * 4 + 2) * layer // n)
+    assert gathers > layers and 0 < sum(chunk.on_device for chunk in engine.chunks) < layers, gathers
+    assert engine.traffic["to_device"] > 0 and engine.traffic["to_host"] > 0, engine.traffic
+    assert abs(loss / expected - 1) < 1e-2, (loss, expected)
+    for p, q in zip(contract.weights_of(engine), weights, strict=True):
+        assert (p.cpu() - q).norm() / q.norm() < 2**-8
+
+
+@pytest.mark.parametrize("case", [gemini_held_on_the_host, under_budget_on_the_gpu])
+@pytest.mark.parametrize("ranks", [n for n in rank_counts() if n < 3])
+def test_gemini_keeps_to_its_budget(run, ranks, case):
+    run(ranks, case)
 
 
 @pytest.mark.parametrize("ranks", [n for n in rank_counts() if n < 3])
