@@ -152,6 +152,7 @@ class Chunk:
     touched: int = -1  # the moment when, in this backward, an operator read it or a gradient of it came last
     launched: bool = False  # its gradients have been sent in this backward
     arrived: set[int] = dataclasses.field(default_factory=set)  # parameters whose gradient stands in `full`
+    sent: set[int] = dataclasses.field(default_factory=set)  # those whose gradient did, when this backward sent them
     gathering: "SliceGather | Fence | None" = None  # the gather in flight
     summing: "SliceSum | None" = None  # the reduce-scatter in flight
     gathers: int = 0  # since construction
@@ -298,6 +299,7 @@ class Gemini:
         self._unreached = [0] * len(self.all_params)  # how many of them have read a parameter
         self._forward = 0  # counts forwards
         self._reached: set[int] = set()  # the forwards that this backward has come to
+        self._backward_began = 0  # the moment
         self._open: list[Chunk] = []  # reached by this backward, gradients not sent yet
         self._now: tuple[Chunk, ...] = ()  # what the operator at hand reads
         self._backward_now: tuple[Chunk, ...] = ()  # what the operator whose backward is at hand reads
@@ -312,7 +314,7 @@ class Gemini:
         self.plan: Plan | None = None  # made of the first pass
         self.timeline: list[tuple] | None = None  # set to [] to have what happens recorded: (moment, what, chunk)
         before = torch.compiler.disable(lambda m, _: self._before_forward() if m is self._model else None)
-        after = torch.compiler.disable(lambda m, _, output: self._after_forward() if m is self._model else None)
+        after = torch.compiler.disable(lambda m, _, output: self._after_forward(output) if m is self._model else None)
         hooks += [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after, always_call=True)]
         self._hooks = hooks
         ENGINES[model] = weakref.WeakMethod(self._let_go)
@@ -359,18 +361,22 @@ class Gemini:
             for members in fill_chunks(numels, capacity):
                 lists.append((min(indices[m] for m in members), [indices[m] for m in members], dtype, trained, capacity))
         lists.sort(key=lambda entry: entry[0])
-        host_room = self._host_room()
-        total, seen = sum(math.prod(s) for s in self._shapes), 0
-        for _, members, dtype, trained, capacity in lists:
+        # In host memory an element takes a master, two moments, a copy and a gradient; what has no room there begins on the device.
+        numel_of = lambda members: sum(math.prod(self._shapes[i]) for i in members)
+        host_bytes = [(3 * max(dtype.itemsize, 4) + 2 * dtype.itemsize) * numel_of(members) // self.world_size
+                      for _, members, dtype, _, _ in lists]
+        too_much = sum(host_bytes) - self._host_room()
+        total, seen = numel_of(range(len(self._shapes))), 0
+        for (_, members, dtype, trained, capacity), n_bytes in zip(lists, host_bytes):
             auto = self.placement == "auto"
             share = lambda fraction, before=seen: before < fraction * total  # the first chunks, up to this part of all parameters
             chunk = self._make_chunk(members, dtype, trained, capacity)
             chunk.sharded = auto or share(shard_param_frac)
-            host_room -= chunk.master.numel() * (3 * chunk.master.element_size() + 2 * dtype.itemsize)
-            no_room = auto and trained and host_room < 0  # unless there is no other place: the first pass may need the device
+            no_room = auto and trained and too_much > 0
+            too_much -= n_bytes * no_room
             self._place(chunk, optimizer=no_room or not (auto or share(offload_optim_frac)),
                         store=no_room or not (auto or share(offload_param_frac)), initial=True)
-            seen += sum(math.prod(self._shapes[i]) for i in members)
+            seen += numel_of(members)
 
     def _host_room(self) -> int:
         """Bytes of host memory for this rank, the least of any rank: what is available now and what the model gives back."""
@@ -378,7 +384,7 @@ class Gemini:
             return NEVER
         given_back = sum(p.numel() * p.element_size() for p in self.all_params if p.device.type == "cpu")
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        room = torch.tensor(int(0.94 * host_memory_available() / sharing) + given_back, device=self.device)
+        room = torch.tensor(int(0.9 * host_memory_available() / sharing) + given_back, device=self.device)
         # before: each rank's own figure.  after: the least.  sends: 2(N-1)/N * 8 bytes, once; all wait.
         self._all_reduce(room, op=dist.ReduceOp.MIN)
         return int(room)
@@ -487,9 +493,7 @@ class Gemini:
         for chunk in self.chunks:
             for f, at in () if chunk.trained else chunk.owned:
                 f.master = chunk.master[at : at + f.end - f.start]
-        self.home.fixed = sum(self._kept_on_device(c) for c in self.chunks)
-        self.home.fixed += sum(c.shard.numel() * c.shard.element_size()  # though gradient slices come and go
-                               for c in self.chunks if c.on_device and c.trained)
+        self._count_fixed(self.home, {chunk for chunk in self.chunks if chunk.on_device and chunk.trained})
         self.optimizer.own(self.fragments)
         if self._sums_on_the_way():  # of those that are not at home the squares are known when Adam begins
             adam, at_home = self.optimizer, [k for c in self.chunks if c.on_device for k in range(*c.rows)]
@@ -523,6 +527,15 @@ class Gemini:
         for t in (old, *([old_landing] if old_landing is not old else [])):
             if t is not None and t is not chunk.shard and t is not chunk.landing:
                 self.pool.give_back(t)
+
+    def _count_fixed(self, home: "Residency", on_device: set[Chunk]) -> None:
+        """Tell the rules what would be on the device if the optimizers of these chunks were: always, and from sum to step."""
+        width = lambda chunk: max(chunk.full.element_size(), 4 * self._accumulates)
+        home.fixed = sum(3 * c.master.numel() * c.master.element_size() for c in on_device)
+        home.fixed += sum(self._kept_on_device(c) for c in self.chunks if not c.on_device)
+        home.shards = [c.master.numel() * width(c) * (c in on_device) for c in self.chunks]
+        if self._accumulates:  # also while the next micro-batch is under way
+            home.fixed, home.shards = home.fixed + sum(home.shards), [0] * len(self.chunks)
 
     def _hold(self, chunk: Chunk) -> None:
         """Give a gradient slice on the device its memory. That may be another place than last time, which Adam's table must know;
@@ -675,8 +688,11 @@ class Gemini:
     def _come_to(self, indices: list[int], chunks: tuple[Chunk, ...]) -> None:
         """The next moment of this pass, unless nothing else is read than just before."""
         self._read_now = indices
-        for chunk in {self._chunk_of[i] for i in indices if i in self._chunk_of[i].arrived}:
-            self._take_back(chunk)
+        for chunk in chunks:
+            if not chunk.arrived.isdisjoint(indices):
+                self._take_back(chunk)
+            elif self.plan is None and not chunk.sent.isdisjoint(indices):  # next time they will still be here, to be taken back
+                self._seen.back.append([self._moment + 1, chunk.number])
         numbers, at_hand = [chunk.number for chunk in chunks], {*self._now, *self._backward_now}
         self.home.busy = {chunk.number for chunk in at_hand | self._held}
         if not (set(numbers) <= set(self._at) and set(numbers) <= self.home.gathered):
@@ -689,14 +705,15 @@ class Gemini:
     def _next_moment(self, numbers: list[int]) -> None:
         plan, moment = self.plan, self._moment + 1
         self._measure_others()
-        self._on_plan = (self._on_plan and moment < len(plan.order) and plan.order[moment] == numbers
-                         and plan.busy[moment] == sorted(self.home.busy))
+        here = [numbers, sorted(self.home.busy), self._in_backward]
+        self._on_plan = self._on_plan and moment < len(plan.order) and here == [
+            plan.order[moment], plan.busy[moment], plan.backward[moment]]
         if self._in_backward:
             self._send_planned() if self._on_plan else self._send_left_behind()
         self._moment, self._at = moment, numbers
         if plan is None:
-            self._seen.order.append(numbers)
-            self._seen.busy.append(sorted(self.home.busy))
+            for seen, value in zip((self._seen.order, self._seen.busy, self._seen.backward), here):
+                seen.append(value)
         self.home.come_to(moment, numbers, plan if self._on_plan else None)
         if self._on_plan and self._in_backward:
             self.home.dirty.update(k for k in plan.at("grads", moment) if k in self.home.gathered)
@@ -785,13 +802,14 @@ class Gemini:
             self._now = self._backward_now = ()
         self._forwards += 1
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, output) -> None:
         if self._lent:
             return
         self._forwards = max(self._forwards - 1, 0)
         if not self._forwards and not self._in_backward:
             self._now = self._backward_now = ()
-            if not self._calls:  # no backward will come
+            # An output may require gradients without any such operator: all of forward may be inside reentrant checkpoints.
+            if not self._calls and not any(t.requires_grad for t in tensors_in(output)):  # no backward will come
                 self._end_pass()
 
     def _after_read(self, indices: list[int], chunks: tuple[Chunk, ...], output) -> None:
@@ -959,8 +977,9 @@ class Gemini:
         if not self._sync or any(chunk.filled for chunk in self.chunks):
             self._widen()
         for chunk in self.chunks:
-            chunk.launched, chunk.touched = False, -1
-        self._open, self._reached = [], set()
+            chunk.launched, chunk.touched, chunk.sent = False, -1, set()
+        self._open, self._reached, self._backward_began = [], set(), self._moment + 1
+        self._at = []  # so that it begins with a moment of its own
         self._now = self._backward_now = ()
         self._seen.n_forward = self._seen.n_forward or len(self._seen.order)
         self._in_backward = True
@@ -970,8 +989,11 @@ class Gemini:
         if not self._accumulates:
             self._accumulates = True
             if self.plan is not None and self.plan.placed:
-                self.home.release_all()  # makes room for what moves; backward gathers again what it needs
-                self._place_optimizers()
+                if self._in_backward:  # a pass unlike the first: they leave after the step
+                    self.plan.placed = False
+                else:
+                    self.home.release_all()  # makes room for what moves; backward gathers again what it needs
+                    self._place_optimizers()
             self._tell_adam()
 
     def _reach(self, call: Call) -> None:
@@ -1000,7 +1022,7 @@ class Gemini:
 
     def _send_planned(self) -> None:
         """With a plan: send those that this moment was the last to touch."""
-        for number in self.plan.at("sums", self._moment):
+        for number in self.plan.at("sums", self._moment) if self._moment >= self._backward_began else ():
             if not self.chunks[number].launched:
                 self._launch(self.chunks[number])
 
@@ -1014,15 +1036,15 @@ class Gemini:
                                "loss scale, the average over ranks and the flush of unused parameters")
         if param.grad.is_sparse:
             raise RuntimeError(f"sparse gradients are not supported: {name}; use sparse=False")
-        if chunk.launched:
-            raise RuntimeError(f"a gradient of {name} has come after those of its chunk {chunk.number} were sent, and no operator "
-                               "that reads it has run since: the ranks, or this pass and the first, go different ways")
+        if chunk.launched:  # too early: an autograd.Function asks nobody for weights, so nobody knew that it would bring a gradient
+            chunk.launched = False
+            self._open.append(chunk)
         self.optimizer.present[self._trained[index]] = 1
         chunk.touched = self._moment
         if index in chunk.arrived:
             chunk.views[index].add_(param.grad)
             param.grad = None
-        elif chunk.where == "gathered" and not self._unreached[index]:
+        elif chunk.where == "gathered" and not self._unreached[index] and (not self._on_plan or chunk.number in self.home.dirty):
             if self.plan is None and not chunk.arrived:
                 self._seen.grads.append([self._moment, chunk.number])
             chunk.views[index].copy_(param.grad)
@@ -1049,7 +1071,7 @@ class Gemini:
             grad = self.all_params[i].grad
             chunk.views[i].zero_() if grad is None else chunk.views[i].copy_(grad)
             self.all_params[i].grad = None
-        chunk.where = "summing"
+        chunk.where, chunk.sent, chunk.arrived = "summing", chunk.sent | chunk.arrived, set()
         room = None
         if self.by_hand:  # gloo: for what is received, in host memory; freed with the sum
             room = torch.empty((self.world_size - 1) * chunk.master.numel(), dtype=chunk.full.dtype, device="cpu")
@@ -1133,7 +1155,7 @@ class Gemini:
                 sharing = max(1, -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count()))
                 budget = int((free / sharing + torch.cuda.memory_reserved(self.device)) * 0.92)
         seen = self._seen
-        what = seen.order, seen.busy, seen.sums, seen.grads, seen.back, seen.n_forward
+        what = seen.order, seen.busy, seen.backward, seen.sums, seen.grads, seen.back, seen.n_forward
         answers = together(self, lambda: (what, seen.others, budget))
         budget = min(theirs for _, _, theirs in answers)
         if any(theirs != answers[0][0] for theirs, _, _ in answers):
@@ -1147,28 +1169,33 @@ class Gemini:
             raise RuntimeError(f"device_budget is {budget} bytes; this model, with batches like the first, needs {needed}")
 
     def _place_optimizers(self) -> None:
-        """auto: as many chunks' optimizers on the device as leave room for the moment that needs most."""
-        plan = self.plan
-        if self.placement != "auto" or not plan.order:
+        """auto: the optimizers of as many chunks on the device as leave room for the tightest moment. First those that are there,
+        then the first chunks: their gradients are the last to arrive."""
+        if self.placement != "auto" or not self.plan.order:
             return
-        plan.placed = True
-        least = self._simulate(budget=0).most - self.home.fixed + self.prefetch * max(chunk.room_bytes for chunk in self.chunks)
-        left = plan.budget - least
-        wanted = {}
-        for chunk in self.chunks:
+        self.plan.placed = True
+        least = self._simulate(budget=0, on_device=set())  # all that can go away does
+        ahead = self.prefetch * max(chunk.room_bytes for chunk in self.chunks)
+        room, wanted = [self.plan.budget - ahead - n_bytes for n_bytes in least.bytes], {}
+        for chunk in sorted(self.chunks, key=lambda chunk: not chunk.on_device):
             if chunk.trained:
-                dtype = torch.promote_types(chunk.full.dtype, torch.float32) if self._accumulates else chunk.full.dtype
-                cost = chunk.master.numel() * (3 * chunk.master.element_size() + dtype.itemsize)
-                wanted[chunk] = cost <= left
-                left -= cost * wanted[chunk]
+                always = 3 * chunk.master.numel() * chunk.master.element_size()
+                summed = chunk.master.numel() * max(chunk.full.element_size(), 4 * self._accumulates)
+                since = 0 if self._accumulates else least.summed[chunk.number]
+                left = [free - always - summed * (k >= since) for k, free in enumerate(room)]
+                wanted[chunk] = min(left) >= 0
+                room = left if wanted[chunk] else room
         for chunk in sorted(wanted, key=lambda chunk: wanted[chunk]):  # first those that leave
             self._place(chunk, optimizer=wanted[chunk], store=wanted[chunk])
         self._tell_adam()
 
-    def _simulate(self, budget: int | None = None) -> "Simulation":
-        """A steady pass by the same rules, without tensors: what is gathered, released and summed, and the most bytes."""
+    def _simulate(self, budget: int | None = None, on_device: set[Chunk] | None = None) -> "Simulation":
+        """A steady pass by the same rules, without tensors: what is gathered, released and summed, and the most bytes. With
+        another budget, or with other optimizers on the device, if these are given."""
         plan, home = self.plan, self.home.copy(None)
         plan = plan if budget is None else dataclasses.replace(plan, budget=budget)
+        if on_device is not None:
+            self._count_fixed(home, on_device)
         for _ in range(2):  # the first begins with nothing fetched early
             home.do = counts = Simulation()
             counts.run(home, plan)
@@ -1262,6 +1289,7 @@ class Gemini:
         """Discard what has accumulated since the last step. `step` does so itself; calling it again is harmless."""
         for p in self.all_params:
             p.grad = None
+        self.home.filled = set()
         for chunk in self.chunks:
             self._absorb(chunk)
             chunk.filled = False
@@ -1653,6 +1681,7 @@ class Plan:
 
     order: list[list[int]] = dataclasses.field(default_factory=list)  # at each moment: the chunks that are read
     busy: list[list[int]] = dataclasses.field(default_factory=list)  # those that must stay: a backward at hand may read them, too
+    backward: list[bool] = dataclasses.field(default_factory=list)  # is it a moment of backward?
     others: list[int] = dataclasses.field(default_factory=list)  # bytes on the device that are not the engine's
     grads: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: its first gradient comes
     sums: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: the last that touches it; then it is sent
@@ -1707,6 +1736,7 @@ class Residency:
     def __init__(self, rooms: list[int], do, depth: int, auto: bool, stays: set[int]):
         self.rooms, self.do, self.depth, self.auto, self.stays = rooms, do, depth, auto, stays
         self.fixed = 0  # bytes on the device that no rule moves
+        self.shards = [0] * len(rooms)  # bytes on the device of a chunk's summed gradients
         self.forget()
 
     def forget(self) -> None:
@@ -1715,11 +1745,15 @@ class Residency:
         self.busy: set[int] = set()  # read by the operator at hand, and by that whose backward is at hand
         self.in_flight: list[int] = []  # gradients sent and not received yet: one chunk at most
         self.used = 0  # bytes of all these
+        self.filled: set[int] = set()  # summed since the last step
 
     def copy(self, do) -> "Residency":
         new = Residency(self.rooms, do, self.depth, self.auto, self.stays)
-        new.fixed = self.fixed
+        new.fixed, new.shards = self.fixed, self.shards
         return new
+
+    def bytes(self) -> int:
+        return self.fixed + self.used + sum(self.shards[k] for k in self.filled)
 
     def come_to(self, moment: int, chunks: list[int], plan: Plan | None) -> None:
         """What is read now must be there; what comes next may start on its way. plan: None for a pass that is like no other."""
@@ -1739,7 +1773,7 @@ class Residency:
                 self.gather(k)
 
     def fits(self, n_bytes: int, moment: int, plan: Plan) -> bool:
-        return self.fixed + self.used + n_bytes + plan.others[moment] <= plan.budget
+        return self.bytes() + n_bytes + plan.others[moment] <= plan.budget
 
     def make_room(self, n_bytes: int, moment: int, plan: Plan | None, soon=()) -> None:
         """auto, with a plan: release the chunk that will be read last of all (Belady, 1966) until what is needed fits.
@@ -1759,7 +1793,7 @@ class Residency:
                 free_to_go.remove(last)
                 self.release(last)
             else:
-                self.do.too_small(self.fixed + self.used + n_bytes + plan.others[moment], plan.budget)
+                self.do.too_small(self.bytes() + n_bytes + plan.others[moment], plan.budget)
                 return
 
     def gather(self, chunk: int) -> None:
@@ -1784,9 +1818,12 @@ class Residency:
     def send(self, chunk: int, moment: int, plan: Plan | None) -> None:
         """A chunk's gradients leave. Its memory is theirs until `finish`, before which no other's leave."""
         self.finish()
-        if chunk not in self.gathered:
-            self.make_room(self.rooms[chunk], moment, plan)
-            self.used += self.rooms[chunk]
+        if chunk in self.gathered:
+            self.dirty.add(chunk)
+        room = 0 if chunk in self.gathered else self.rooms[chunk]
+        self.make_room(room + (0 if chunk in self.filled else self.shards[chunk]), moment, plan)
+        self.used += room
+        self.filled.add(chunk)
         self.gathered.discard(chunk)
         self.dirty.discard(chunk)
         self.in_flight.append(chunk)
@@ -1808,7 +1845,10 @@ class Simulation:
 
     def __init__(self):
         self.gathers: dict[int, int] = {}
-        self.most = 0
+        self.bytes: list[int] = []  # on the device, after each of the calls
+        self.summed: dict[int, int] = {}  # chunk -> from which of these on its sum is there
+
+    most = property(lambda self: max(self.bytes), doc="bytes on the device")
 
     def run(self, home: Residency, plan: Plan) -> None:
         """The same calls, in the same order, as Gemini makes them (`_next_moment`, `_end_backward`, `_step`)."""
@@ -1820,17 +1860,19 @@ class Simulation:
                 self.send(home, chunk, moment - 1, plan)
             home.come_to(moment, chunks, plan)
             home.dirty.update(k for k in plan.at("grads", moment) if k in home.gathered)
-            self.most = max(self.most, home.fixed + home.used + plan.others[moment])
+            self.bytes.append(home.bytes() + plan.others[moment])
         home.busy = set()
         for chunk in plan.at("sums", len(plan.order) - 1):
             self.send(home, chunk, len(plan.order) - 1, plan)
         home.finish()
         home.release_all()
+        home.filled = set()
         home.fetch_early(plan)
 
     def send(self, home: Residency, chunk: int, moment: int, plan: Plan) -> None:
         home.send(chunk, moment, plan)
-        self.most = max(self.most, home.fixed + home.used + plan.others[moment])
+        self.summed.setdefault(chunk, len(self.bytes))
+        self.bytes.append(home.bytes() + plan.others[moment])
 
     def gather(self, chunk: int) -> None:
         self.gathers[chunk] = self.gathers.get(chunk, 0) + 1
@@ -1842,7 +1884,7 @@ class Simulation:
         pass
 
     def too_small(self, needed: int, budget: int) -> None:
-        self.most = max(self.most, needed)
+        self.bytes.append(needed)
 
 
 def tensors_in(x):

@@ -359,10 +359,9 @@ def held_memory_of_chunks(name, precision, micro_batches):
     everything, nothing = {"gemini_offload": (8, 0), "gemini_static": (2, 2)}.get(name, (5, 3))
     if name == "gemini":
         # Room for the tightest moment, one chunk, for one that is fetched ahead, and for three optimizers with gradients and 0.4 of
-        # one. What is left beside the three has place for `fit` gathered chunks.
-        optimizer_bytes = slice_ * (3 * 4 + wide)
-        knobs["device_budget"] = budget = int(2 * room + 3.4 * optimizer_bytes)
-        fit = (budget - 3 * optimizer_bytes) // room
+        # one. What is left beside the three has place for `fit` gathered chunks, until gradients are summed, if they do not add up.
+        knobs["device_budget"] = budget = int(2 * room + 3.4 * slice_ * (3 * 4 + wide))
+        fit = (budget - 3 * slice_ * (3 * 4 + wide * accumulates)) // room
     model = nn.Sequential(*[nn.Linear(400, 400, bias=False) for _ in range(layers)])
     engine = build_engine(name, model, precision=precision, **knobs)
     assert [chunk.room_bytes for chunk in engine.chunks] == [room] * layers
