@@ -44,8 +44,8 @@ ADAM = dict(lr=1e-4, weight_decay=0.01)
 ROWS = [("gemini:19.4", 0), ("gemini:24", 0), ("gemini:32", 0), ("gemini:48", 0), ("gemini:all", 0), ("gemini:19.4", 1),
         ("fsdp2", 0), ("fsdp2:unclipped", 0), ("deepspeed3", 0), ("plain", 0)]
 MARGIN = 0.94  # of host memory: a process is ended before the system does it, perhaps to another one
-# Where `--largest` begins, bytes per parameter. plain, on the GPU: fp32 weights, gradients, two moments. gemini: those or a half copy,
-# on the GPU and in host memory together. The others: in host memory, where torch rounds pinned tensors to powers of two.
+# Where `--largest` begins, bytes per parameter. plain, on the GPU: fp32 weights, gradients, two moments. gemini: those on the GPU
+# and in host memory together. The others: in host memory, where torch rounds pinned tensors to powers of two.
 FIRST_GUESS = {"plain": dict(device=16), "gemini": dict(both=17)}
 SPAWN = multiprocessing.get_context("spawn")
 
