@@ -12,7 +12,7 @@ known: what to keep, what to give up, what to fetch ahead.
                       rank 0      rank 1      bytes per rank; Ψ parameters, N ranks, half precision
     master, m, v      [ A |   ]   [   | B ]   12Ψ/N    fp32, per chunk on the GPU or in host memory
     copy of weights   [ A |   ]   [   | B ]   2Ψ/N     for chunks whose optimizer is in host memory: what a gather begins with
-    gradients         [ A |   ]   [   | B ]   2Ψ/N     from backward to step, where the optimizer is; 4Ψ/N if micro-batches add up
+    gradients         [ A |   ]   [   | B ]   2Ψ/N     from sum to step, where the optimizer is; 4Ψ/N if micro-batches add up
     gathered chunks   [ A | B ]   [ A | B ]            as many as there is room for; at least those that one operator reads
 
     A parameter, and with it its place in a chunk, goes round like this:
@@ -28,9 +28,9 @@ known: what to keep, what to give up, what to fetch ahead.
     1. forward        before an operator reads a parameter: make room, gather its chunk, start the next one's gather.
     2. backward       autograd reaches an operator's output: the same. A gradient is copied to where its weights were. When no
                       operator is left that reads a chunk, it is reduce-scattered, and its memory is free.
-    3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam: one kernel on the GPU for all
-                      chunks there, and beside it the CPU, chunk by chunk, each new copy leaving for the GPU while the next is
-                      updated.
+    3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam: one kernel updates all chunks on
+                      the GPU and, over the bus, about half of those in host memory (gpu_adam_frac), while the CPU updates the
+                      others, chunk by chunk; the first chunk that forward will read is on its way meanwhile.
     0. once           after the first pass: where the budget allows, optimizers move to the GPU.
 
     placement="auto": `device_budget` bytes (by default what is free on the GPU) hold the optimizers of as many chunks as leave
@@ -45,9 +45,13 @@ known: what to keep, what to give up, what to fetch ahead.
 
 An operator is any torch function that is given a parameter (class Chunked), in whichever module, or a tensor that shares its
 memory, like weight.t(). So a tied weight, a module used twice or a penalty on the weights are nothing special. Between steps
-weights are read, or set, inside `with engine.gathered(): ...`. What autograd has saved points at the chunk's storage, which is
-filled again before backward reads it: of the nodes that are ready autograd runs the one that forward made last, so when a
-gradient reaches the output of an operator, all that forward computed later is done.
+weights are read, or set, inside `with engine.gathered(): ...`; set in place elsewhere they raise. What autograd has saved points at
+the chunk's storage, which is filled again before backward reads it: of the nodes that are ready autograd runs the one that
+forward made last, so when a gradient reaches the output of an operator, all that forward computed later is done.
+
+A pass lasts from a forward to the backward after which no graph is left, and is planned moment by moment like the first one: two
+forwards with one backward, or derivatives inside, are a pass like any other. One that goes another way than the first goes on
+without a plan, releasing whatever is not at hand.
 
 Modules with running statistics (BatchNorm) keep fp32 parameters and buffers, in chunks of their own, and inputs and outputs are
 cast around them. Other floating buffers are cast with the parameters if they are in the state dict; what is not stays as it is.
@@ -55,9 +59,10 @@ A model on the CPU is taken chunk by chunk: Gemini(model, device="cuda") never h
 
 The budget is kept as long as batches need no more memory than the first, so begin with the longest. All ranks read the same
 parameters in the same order; under NCCL `step` compares, skips the step where they differ, and the next one raises. A rank that
-has no samples for a micro-batch repeats the gathers and sums of its last one, so in its first step it must have some. Left
-out: sparse gradients, complex parameters, models spread over several devices, torch.compile and TorchScript (they read weights
-without asking), capture (a CUDA graph cannot follow chunks that move).
+has no samples for a micro-batch makes the gathers and sums of the plan, so in its first step it must have some. Reentrant
+checkpointing is right but sends some chunks twice in the first step, and keeps fp32 gradients from then on. Left out: sparse
+gradients, complex parameters, models spread over several devices, torch.compile and TorchScript (they read weights without
+asking), capture (a CUDA graph cannot follow chunks that move).
 
 Gemini: arXiv:2108.05818 (PatrickStar, chunks and tracing, §5 to §7); ZeRO, arXiv:1910.02054 (§5.3); ZeRO-Offload, arXiv:2101.06840;
 Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
@@ -265,7 +270,7 @@ class Gemini:
         self._up, self._down = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if on_gpu else (None, None)
         self.gpu_adam_frac = gpu_adam_frac if self.optimizer.cuda else 0.0
         model_bytes = sum(p.numel() * p.element_size() for p in self.all_params)
-        self.pool = HostPool(on_gpu, slab_bytes=2 ** min(max((2 * model_bytes // self.world_size).bit_length() - 1, 16), 30))
+        self.pool = HostPool(on_gpu, slab_bytes=2 ** min(max((2 * model_bytes // self.world_size).bit_length() - 1, 16), 31))
         self.device_bytes = 0  # the ledger: what the engine holds on the device now, and the most it has held
         self.most_device_bytes = 0
         hooks = self._cast_model()
@@ -1578,7 +1583,7 @@ class HostPool:
 
     def __init__(self, pinned: bool, slab_bytes: int):
         self.pinned, self.slab_bytes = pinned, slab_bytes
-        self.slab: Tensor | None = None
+        self.slabs: list[Tensor] = []  # what is left of each
         self.free: dict[int, list[Tensor]] = {}  # by bytes
         self.given: set[int] = set()  # addresses
 
@@ -1589,16 +1594,18 @@ class HostPool:
         return torch.zeros(numel, dtype=dtype, device="cpu") if piece is None else piece.zero_().view(dtype)
 
     def _cut(self, n_bytes: int) -> Tensor | None:
-        if self.pinned and (self.slab is None or len(self.slab) < n_bytes):
+        k = next((k for k, slab in enumerate(self.slabs) if len(slab) >= n_bytes), None)
+        if k is None and self.pinned:
             try:
-                size = self.slab_bytes if n_bytes <= self.slab_bytes else n_bytes
-                self.slab = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+                size = max(self.slab_bytes, 2 ** (n_bytes - 1).bit_length())
+                self.slabs.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
+                k = len(self.slabs) - 1
             except RuntimeError as error:
                 self.pinned = False
                 print(f"gemini: host memory cannot be pinned, copies will be slower: {error}", file=sys.stderr)
-        if not self.pinned:
+        if k is None:
             return None
-        piece, self.slab = self.slab[:n_bytes], self.slab[-(-n_bytes // 512) * 512 :]
+        piece, self.slabs[k] = self.slabs[k][:n_bytes], self.slabs[k][-(-n_bytes // 512) * 512 :]
         self.given.add(piece.data_ptr())
         return piece
 
@@ -3098,18 +3105,19 @@ def demonstration(device: torch.device) -> None:
     with engine.gathered() as whole, torch.no_grad():
         gap = max((p - q).abs().max().item() for p, q in zip(whole.parameters(), plain.parameters()))
 
-    lines, timeline = [], []
+    lines, shown = [], None
     numel = sum(p.numel() for p in plain.parameters())
-    room = others(torch.float32, chunk_mb=0.125)
-    for budget in (1.2, 2.0, 4.0, 8.0, 16.0):  # bytes per parameter
-        engine = Gemini(build(torch.float32), lr=1e-3, precision="bf16", chunk_mb=0.125, device_budget=room + int(budget * numel))
-        for _ in range(3):
+    room = others(torch.float32, chunk_mb=0.25)
+    for budget in (1.3, 2.0, 4.0, 8.0, 16.0):  # bytes per parameter
+        engine = Gemini(build(torch.float32), lr=1e-3, precision="bf16", chunk_mb=0.25, device_budget=room + int(budget * numel))
+        for step in range(3):
             engine.most_device_bytes, before = 0, [chunk.gathers for chunk in engine.chunks]
-            engine.timeline = []
+            there, engine.timeline = {*engine.home.gathered}, []
             loss = engine.forward_backward((tokens[mine], labels[mine]), loss_fn=loss_fn)
+            if budget == 1.3 and step == 1:
+                shown = timeline_of(engine, there)
             engine.step()
             gathers = sum(chunk.gathers - g for chunk, g in zip(engine.chunks, before))
-        timeline = timeline or engine.timeline
         on_device = sum(chunk.on_device for chunk in engine.chunks)
         lines.append(f"{budget:8.1f}{engine.most_device_bytes / numel:10.2f}{on_device:12}/{len(engine.chunks)}"
                      f"{sum(engine._simulate().gathers.values()):12}{gathers:10}{engine.traffic.get('all_gather', 0) / numel:12.2f}"
@@ -3122,8 +3130,25 @@ def demonstration(device: torch.device) -> None:
     print("bytes per parameter on the device, Adam there, chunks gathered, bytes sent per parameter; rank 0, bf16, third step")
     print("  budget      most   optimizers     planned  gathered  all_gather  reduce_scatter    loss")
     print("\n".join(lines))
-    print("the first 30 of the tightest budget's comings and goings: moment, what, chunk")
-    print("; ".join(f"{moment} {what} {chunk}" for moment, what, chunk in timeline[:30]))
+    print("\n".join(shown))
+
+
+def timeline_of(engine: Gemini, there: set[int]) -> list[str]:
+    """What happened in a pass under the tightest budget, a line a moment, at most 30 in all. there: chunks gathered before it."""
+    lines = ["second step at 1.3 bytes per parameter, chunks by number; (moment) of backward",
+             " moment   reads     fetched   prefetched  evicted   sent      gathered then"]
+    for moment, reads in enumerate(engine.plan.order[:28]):
+        what = {"gather": [], "release": [], "sum": []}
+        for when, name, chunk in engine.timeline:
+            if when == moment:
+                what[name].append(chunk)
+        there = (there | {*what["gather"]}) - {*what["release"], *what["sum"]}
+        columns = (reads, [k for k in what["gather"] if k in reads], [k for k in what["gather"] if k not in reads], what["release"],
+                   what["sum"], sorted(there))
+        name = f"({moment})" if engine.plan.backward[moment] else f"{moment} "
+        lines.append(f"{name:>7}   " + "".join(f"{' '.join(map(str, chunks)) or '-':{width}}"
+                                               for chunks, width in zip(columns, (10, 10, 12, 10, 10, 0))))
+    return lines
 
 
 def sent_bytes() -> int:
