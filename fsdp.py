@@ -1030,15 +1030,18 @@ class FSDP:
             return
         if self._compared is None:
             self._signs = torch.tensor([1, -1], device=self.device)
-            self._compared = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory()
-        if self._compared != 0:
+            self._compared = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory(), torch.cuda.Event()
+        difference, copied = self._compared
+        copied.synchronize()  # of the step before this one: long over, and all ranks see the same
+        if difference != 0:
             raise RuntimeError("the ranks ran different units, or in another order, before the last step, which was skipped: with "
                                "NCCL all must run the same")
         ends = self._signs * self._history
         # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 2(N-1)/N * 16 bytes; Adam waits for it.
         self._all_reduce(ends, op=dist.ReduceOp.MAX)
         square_sum.copy_(torch.where(ends.sum() == 0, square_sum, torch.nan))
-        self._compared.copy_(ends.sum(), non_blocking=True)  # max h - min h; not waited for: it is read a step later
+        difference.copy_(ends.sum(), non_blocking=True)  # max h - min h; not waited for: it is read a step later
+        copied.record()
         self._history = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:

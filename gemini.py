@@ -423,7 +423,9 @@ class Gemini:
                 chunk.owned.append((f, at.start))
                 (self.fragments if trained else self.frozen_fragments).append(f)
             if p.device != self.device:  # the same Parameter object, on another device
-                torch.utils.swap_tensors(p, nn.Parameter(p.data.new_empty(0, device=self.device), requires_grad=p.requires_grad))
+                there = nn.Parameter(p.data.new_empty(0, device=self.device), requires_grad=p.requires_grad)
+                there.__dict__.update(p.__dict__)
+                torch.utils.swap_tensors(p, there)
             p.data = self._absent[i]
             p.__class__ = self._chunked_classes[i]
         chunk.master = values
@@ -482,8 +484,10 @@ class Gemini:
                 chunk.shard.untyped_storage().resize_(chunk.shard.numel() * chunk.shard.element_size())
                 empty.append(chunk)
             seen += chunk.master.numel() * (not chunk.on_device)
+            # The kernel writes copies in half precision alone: an fp32 one on the device is the CPU's to send.
+            kernel_can = chunk.master.dtype == torch.float32 and (chunk.store is chunk.master or chunk.store.dtype != torch.float32)
             chunk.visited = not chunk.on_device and seen > (1 - self.gpu_adam_frac) * host_numel and (
-                chunk.master.dtype == torch.float32 and chunk.master.is_pinned() and chunk.shard.is_pinned())
+                kernel_can and chunk.master.is_pinned() and chunk.shard.is_pinned())
             tensors = [chunk.master, chunk.shard, chunk.exp_avg, chunk.exp_avg_sq]
             if chunk.store is not chunk.master and (chunk.visited or not chunk.store_on_device):
                 tensors.append(chunk.store)
@@ -542,7 +546,7 @@ class Gemini:
         if self._accumulates:  # also while the next micro-batch is under way
             home.fixed, home.shards = home.fixed + sum(home.shards), [0] * len(self.chunks)
 
-    def _hold(self, chunk: Chunk) -> None:
+    def _make_slice(self, chunk: Chunk) -> None:
         """Give a gradient slice on the device its memory. That may be another place than last time, which Adam's table must know;
         the correction is a kernel in the stream, so nobody waits."""
         if not chunk.shard.untyped_storage().nbytes():
@@ -699,22 +703,25 @@ class Gemini:
             elif self.plan is None and not chunk.sent.isdisjoint(indices):  # next time they will still be here, to be taken back
                 self._seen.back.append([self._moment + 1, chunk.number])
         numbers, at_hand = [chunk.number for chunk in chunks], {*self._now, *self._backward_now}
-        self.home.busy = {chunk.number for chunk in at_hand | self._held}
+        busy = {chunk.number for chunk in at_hand | self._held}
         if not (set(numbers) <= set(self._at) and set(numbers) <= self.home.gathered):
-            self._next_moment(numbers)
+            self._next_moment(numbers, busy)
+        self.home.busy = busy
         for chunk in chunks:
             self._use(chunk)
         for chunk in at_hand if self._in_backward else ():
             chunk.touched = self._moment
 
-    def _next_moment(self, numbers: list[int]) -> None:
+    def _next_moment(self, numbers: list[int], busy: set[int]) -> None:
         plan, moment = self.plan, self._moment + 1
         self._measure_others()
-        here = [numbers, sorted(self.home.busy), self._in_backward]
+        here = [numbers, sorted(busy), self._in_backward]
         self._on_plan = self._on_plan and moment < len(plan.order) and here == [
             plan.order[moment], plan.busy[moment], plan.backward[moment]]
+        self.home.busy = busy - {*numbers} if self._on_plan and self.home.auto else busy  # nobody has read these yet
         if self._in_backward:
             self._send_planned() if self._on_plan else self._send_left_behind()
+        self.home.busy = busy
         self._moment, self._at = moment, numbers
         if plan is None:
             for seen, value in zip((self._seen.order, self._seen.busy, self._seen.backward), here):
@@ -945,10 +952,11 @@ class Gemini:
             yield
         except BaseException as error:
             self._in_backward, self._forwards, self._open = False, 0, []
-            for chunk in self.chunks if isinstance(error, Exception) else ():  # Ctrl-C waits for nobody
+            for chunk in self.chunks:
                 for work in filter(None, (chunk.gathering, chunk.summing)):
-                    with contextlib.suppress(RuntimeError):  # a connection that is lost
-                        work.wait()
+                    if isinstance(error, Exception) or isinstance(work, Fence):  # Ctrl-C waits for no other rank
+                        with contextlib.suppress(RuntimeError):  # a connection that is lost
+                            work.wait()
             for chunk in self.chunks:
                 chunk.gathering = chunk.summing = None
                 self._empty(chunk)
@@ -1082,31 +1090,34 @@ class Gemini:
             room = torch.empty((self.world_size - 1) * chunk.master.numel(), dtype=chunk.full.dtype, device="cpu")
         # starts the reduce-scatter; who holds what and what is sent: SliceSum
         chunk.summing = SliceSum(self, chunk.full, 2 * chunk.number + 1, room)
+        if not chunk.on_device and self._down and not self.by_hand:
+            self._land(chunk)
 
     def finish(self, number: int) -> None:
         """Wait for a reduce-scatter, add the sum to the own slice's gradient, free the chunk. Called by `home`."""
         chunk = self.chunks[number]
-        total, chunk.summing = chunk.summing.wait(), None
+        total = chunk.summing.wait()
         if chunk.on_device:
-            self._hold(chunk)
+            self._make_slice(chunk)
             chunk.shard.add_(total) if chunk.filled else chunk.shard.copy_(total)
         else:
-            self._land(chunk, total)
-        chunk.filled = True
+            if self._sums_on_the_way():
+                self._squares += square_sum(total)
+            if self.by_hand or not self._down:
+                self._land(chunk, total)
+            chunk.landed.wait()  # before the memory is used again
+        chunk.summing, chunk.filled = None, True
         self._empty(chunk)
 
-    def _land(self, chunk: Chunk, total: Tensor) -> None:
-        """Optimizer in host memory: copy the own slice there, on a stream of its own, while backward goes on."""
+    def _land(self, chunk: Chunk, total: Tensor | None = None) -> None:
+        """Optimizer in host memory: the own slice goes there as soon as it is summed, on a stream of its own, beside backward."""
         self._absorb(chunk)
         chunk.adds_up = chunk.filled
-        if self._sums_on_the_way():
-            self._squares += square_sum(total)
         if self._down:
-            self._count("to_host", total.numel() * total.element_size())
             self._down.wait_stream(torch.cuda.current_stream(self.device))
-            total.record_stream(self._down)  # its memory is given back at once, and must not be used before the copy has read it
+            self._count("to_host", chunk.landing.numel() * chunk.landing.element_size())
         with torch.cuda.stream(self._down):
-            chunk.landing.copy_(total, non_blocking=True)
+            chunk.landing.copy_(chunk.summing.wait() if total is None else total, non_blocking=True)
             chunk.landed = Fence(self._down)
 
     def _sums_on_the_way(self) -> bool:
@@ -1193,6 +1204,10 @@ class Gemini:
         for chunk in sorted(wanted, key=lambda chunk: wanted[chunk]):  # first those that leave
             self._place(chunk, optimizer=wanted[chunk], store=wanted[chunk])
         self._tell_adam()
+        gathers = {}
+        for self.home.eager in (False, True):
+            gathers[self.home.eager] = sum(self._simulate().gathers.values())
+        self.home.eager = gathers[True] <= gathers[False]
 
     def _simulate(self, budget: int | None = None, on_device: set[Chunk] | None = None) -> "Simulation":
         """A steady pass by the same rules, without tensors: what is gathered, released and summed, and the most bytes. With
@@ -1216,7 +1231,7 @@ class Gemini:
         self._reduce_what_is_left()
         self._forget()  # graphs that nobody has gone back through
         if self._in_pass:
-            self._end_pass()
+            self._end_pass(learn=bool(self._seen.sums))  # a graph was left behind, so the backward did not end the pass
         # before: BatchNorm's running means and variances of rank r's samples.  after: their sum, then the mean, each rank
         # counting once, however many samples it had.
         # sends: 2(N-1)/N * 4 bytes per element; needed by nobody before the next forward.
@@ -1230,6 +1245,13 @@ class Gemini:
         # sends:  2(N-1)/N * 8 bytes for each parameter tensor and one more; Adam waits for it.
         self._all_reduce(adam.inputs[adam.n_hyper :])
         self._compare_ranks(adam.inputs[adam.n_hyper])
+        for chunk in self.chunks:
+            if chunk.visited:  # over the bus: masters, moments and gradients, and back what has changed
+                there = [chunk.master, chunk.exp_avg, chunk.exp_avg_sq]
+                n_bytes = sum(t.numel() * t.element_size() for t in there)
+                self._count("to_device", n_bytes + chunk.shard.numel() * chunk.shard.element_size())
+                self._count("to_host", n_bytes + chunk.store.numel() * chunk.store.element_size() * (
+                    chunk.store is not chunk.master and not chunk.store_on_device))
         adam.update(len(self.chunks), after=self._send_up)
         for flat, work in zip(self._statistics, statistics_works):
             wait(work)
@@ -1269,7 +1291,7 @@ class Gemini:
             if self._up:
                 torch.cuda.current_stream(self.device).wait_stream(self._up)
         if self.plan is not None and self.plan.placed:
-            self.home.fetch_early(self.plan, only=number)
+            self.home.fetch_early(self.plan, updated=number)
 
     def _compare_ranks(self, square_sum: Tensor) -> None:
         """NCCL matches collectives by their order, and chunks of one size would be mixed up without a word. So the ranks compare
@@ -1279,15 +1301,18 @@ class Gemini:
             return
         if self._compared is None:
             self._signs = torch.tensor([1, -1], device=self.device)
-            self._compared = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory()
-        if self._compared != 0:
+            self._compared = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory(), torch.cuda.Event()
+        difference, copied = self._compared
+        copied.synchronize()  # of the step before this one: long over, and all ranks see the same
+        if difference != 0:
             raise RuntimeError("the ranks read different parameters, or in another order, before the last step, which was skipped: "
                                "with NCCL all must do the same")
         ends = self._signs * self._history
         # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 2(N-1)/N * 16 bytes; Adam waits for it.
         self._all_reduce(ends, op=dist.ReduceOp.MAX)
         square_sum.copy_(torch.where(ends.sum() == 0, square_sum, torch.nan))
-        self._compared.copy_(ends.sum(), non_blocking=True)  # max h - min h; not waited for: it is read a step later
+        difference.copy_(ends.sum(), non_blocking=True)  # max h - min h; not waited for: it is read a step later
+        copied.record()
         self._history = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -1744,6 +1769,7 @@ class Residency:
         self.rooms, self.do, self.depth, self.auto, self.stays = rooms, do, depth, auto, stays
         self.fixed = 0  # bytes on the device that no rule moves
         self.shards = [0] * len(rooms)  # bytes on the device of a chunk's summed gradients
+        self.eager = False  # may what is fetched ahead drive out what is read later?
         self.forget()
 
     def forget(self) -> None:
@@ -1756,7 +1782,7 @@ class Residency:
 
     def copy(self, do) -> "Residency":
         new = Residency(self.rooms, do, self.depth, self.auto, self.stays)
-        new.fixed, new.shards = self.fixed, self.shards
+        new.fixed, new.shards, new.eager = self.fixed, self.shards, self.eager
         return new
 
     def bytes(self) -> int:
@@ -1770,13 +1796,18 @@ class Residency:
         for k in chunks:
             self.gather(k)
         for k in soon:
-            if k not in self.gathered and k not in self.in_flight and (not self.auto or self.fits(self.rooms[k], moment, plan)):
-                self.gather(k)
+            if k not in self.gathered and k not in self.in_flight:
+                if self.eager:
+                    self.make_room_ahead(k, moment, plan)
+                if not self.auto or self.fits(self.rooms[k], moment, plan):
+                    self.gather(k)
 
-    def fetch_early(self, plan: Plan, only: int | None = None) -> None:
-        """Between passes: start on their way those that the next pass begins with."""
+    def fetch_early(self, plan: Plan, updated: float = math.inf) -> None:
+        """Between passes: start on their way those that the next pass begins with, as far as Adam has updated them, by number."""
         for k in plan.upcoming(-1, self.depth):
-            if only in (None, k) and k not in self.gathered and (not self.auto or self.fits(self.rooms[k], 0, plan)):
+            if k > updated:
+                return
+            if k not in self.gathered and (not self.auto or self.fits(self.rooms[k], 0, plan)):
                 self.gather(k)
 
     def fits(self, n_bytes: int, moment: int, plan: Plan) -> bool:
@@ -1802,6 +1833,14 @@ class Residency:
             else:
                 self.do.too_small(self.bytes() + n_bytes + plan.others[moment], plan.budget)
                 return
+
+    def make_room_ahead(self, chunk: int, moment: int, plan: Plan) -> None:
+        """For what is fetched ahead: release what will be read later still. The next moment might have found room without that,
+        so it is done only where it costs no more gathers (`eager`)."""
+        use = plan.next_use(chunk, moment)
+        going = sorted(self.gathered - self.busy - self.dirty, key=lambda k: (plan.next_use(k, moment), k))
+        while going and not self.fits(self.rooms[chunk], moment, plan) and plan.next_use(going[-1], moment) > use:
+            self.release(going.pop())
 
     def gather(self, chunk: int) -> None:
         if chunk in self.in_flight:
@@ -1862,9 +1901,10 @@ class Simulation:
         for moment, chunks in enumerate(plan.order):
             for chunk in plan.at("back", moment):
                 home.take_back(chunk)
-            home.busy = set(plan.busy[moment])
+            home.busy = {*plan.busy[moment]} - {*chunks} if home.auto else {*plan.busy[moment]}
             for chunk in plan.at("sums", moment - 1):
                 self.send(home, chunk, moment - 1, plan)
+            home.busy = {*plan.busy[moment]}
             home.come_to(moment, chunks, plan)
             home.dirty.update(k for k in plan.at("grads", moment) if k in home.gathered)
             self.bytes.append(home.bytes() + plan.others[moment])
@@ -1927,6 +1967,9 @@ class Chunked:
                 return function(*args, **kwargs)
         read = list(chunked_in((args, kwargs)))
         engine, indices = read[0]._chunked_engine(), list(dict.fromkeys(t._chunked_index for t in read))
+        if any(t._chunked_engine() is not engine for t in read):
+            raise RuntimeError(f"{getattr(function, '__name__', function)} is given parameters of two engines, such as "
+                               f"{engine.all_names[indices[0]]}: take those of one out of `with engine.gathered():`")
         if function in (Tensor.__repr__, Tensor.__format__):
             return f"Parameter {engine.all_names[indices[0]]} of {tuple(args[0].shape)}, {args[0].dtype}, in a chunk"
         chunks = engine._read(indices)
