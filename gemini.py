@@ -12,36 +12,41 @@ known: what to keep, what to give up, what to fetch ahead.
                       rank 0      rank 1      bytes per rank; Ψ parameters, N ranks, half precision
     master, m, v      [ A |   ]   [   | B ]   12Ψ/N    fp32, per chunk on the GPU or in host memory
     copy of weights   [ A |   ]   [   | B ]   2Ψ/N     for chunks whose optimizer is in host memory: what a gather begins with
-    gradients         [ A |   ]   [   | B ]   2Ψ/N     from sum to step, where the optimizer is; 4Ψ/N if micro-batches add up
-    gathered chunks   [ A | B ]   [ A | B ]            as many as there is room for; at least those that one operator reads
+    gradients         [ A |   ]   [   | B ]   2Ψ/N     where the optimizer is: on the GPU from sum to step, in host memory always;
+                                                       where micro-batches add up 4Ψ/N, in host memory 6Ψ/N
+    gathered chunks   [ A | B ]   [ A | B ]            as many as there is room for; at least those that an operator and the
+                                                       backward at hand read, and one whose gradients are on their way
+    GPT-2 XL (Ψ = 1.56e9), N = 1: 25 GB in all, wherever they are. In bf16 with 8 x 512 tokens everything else takes up to 18.8 GiB
+    of the GPU; README has what steps take under five budgets.
 
     A parameter, and with it its place in a chunk, goes round like this:
 
-                                  +------------------------------- released: its chunk was needed least ---------+
-                                  v                                                                                |
-        FREE --gather--> HOLD --operator--> COMPUTE --forward is through--> HOLD_AFTER_FWD --backward--> COMPUTE --+
+         +------- released: its chunk will be read last of all -------+---------------------------+
+         v                                                            |                           |
+        FREE --gather--> HOLD --operator--> COMPUTE --operator is through--> HOLD_AFTER_FWD --backward--> COMPUTE
          ^                                                                                                  |
          |                                                                             its gradient takes its place
          |                                                                                                  v
          +--- reduce-scatter, memory free <--- READY_FOR_REDUCE <--all of the chunk have come--- HOLD_AFTER_BWD
 
-    1. forward        before an operator reads a parameter: make room, gather its chunk, start the next one's gather.
+    1. forward        before an operator reads a parameter: make room, gather its chunk, start the gather of what comes next.
     2. backward       autograd reaches an operator's output: the same. A gradient is copied to where its weights were. When no
                       operator is left that reads a chunk, it is reduce-scattered, and its memory is free.
     3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam: one kernel updates all chunks on
                       the GPU and, over the bus, about half of those in host memory (gpu_adam_frac), while the CPU updates the
-                      others, chunk by chunk; the first chunk that forward will read is on its way meanwhile.
+                      others, chunk by chunk; then the first gather of the next forward starts.
     0. once           after the first pass: where the budget allows, optimizers move to the GPU.
 
     placement="auto": `device_budget` bytes (by default what is free on the GPU) hold the optimizers of as many chunks as leave
     room for the tightest moment, and, at each moment, the chunks that will be read soonest: when room is needed, the chunk
-    whose next use is furthest away goes (Belady, 1966: no other choice gathers less).
+    whose next use is furthest away goes (Belady, 1966: of chunks of one size no other choice gathers less).
     placement="static": three fractions of the chunks: shard_param_frac are released after use, the others stay from first use to
     gradient; offload_optim_frac have their optimizer in host memory, offload_param_frac also what gathers begin with.
     offload=True: all three are 1.
 
-    Bytes sent per rank and step: (N-1)/N * 2Ψ for each time all chunks are gathered (once if everything fits, twice if
-    nothing stays) and for the reduce-scatter. To the GPU: 2Ψ/N for each gather of chunks in host memory; back: 2Ψ/N.
+    Bytes sent per rank and step: (N-1)/N * 2Ψ for each time that all chunks are gathered (once if everything fits, more often the
+    less does; `engine.plan` knows) and for the reduce-scatter. Over the bus: 2Ψ/N up for each gather of chunks in host memory,
+    2Ψ/N down for their gradients, and 14 bytes up and down for each element whose Adam the GPU does there.
 
 An operator is any torch function that is given a parameter (class Chunked), in whichever module, or a tensor that shares its
 memory, like weight.t(). So a tied weight, a module used twice or a penalty on the weights are nothing special. Between steps
@@ -57,7 +62,8 @@ Modules with running statistics (BatchNorm) keep fp32 parameters and buffers, in
 cast around them. Other floating buffers are cast with the parameters if they are in the state dict; what is not stays as it is.
 A model on the CPU is taken chunk by chunk: Gemini(model, device="cuda") never has it whole on the GPU.
 
-The budget is kept as long as batches need no more memory than the first, so begin with the longest. All ranks read the same
+The budget is kept as long as batches need no more memory than the first, so begin with the longest; that first pass resets torch's
+record of the most memory. Host memory that was pinned once stays with the engine. All ranks read the same
 parameters in the same order; under NCCL `step` compares, skips the step where they differ, and the next one raises. A rank that
 has no samples for a micro-batch makes the gathers and sums of the plan, so in its first step it must have some. Reentrant
 checkpointing is right but sends some chunks twice in the first step, and keeps fp32 gradients from then on. Left out: sparse
@@ -172,6 +178,239 @@ class Call:
     version: int  # of the weights
     forward: int  # in which it ran
     expected: bool = True  # a backward is still to reach it
+
+
+# ---- the rules: which chunk comes, stays and goes, without a tensor --------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Plan:
+    """What a pass does, learnt from the first. A moment begins when chunks are read that were not just before."""
+
+    order: list[list[int]] = dataclasses.field(default_factory=list)  # at each moment: the chunks that are read
+    busy: list[list[int]] = dataclasses.field(default_factory=list)  # those that must stay: a backward at hand may read them, too
+    backward: list[bool] = dataclasses.field(default_factory=list)  # is it a moment of backward?
+    others: list[int] = dataclasses.field(default_factory=list)  # bytes on the device that are not the engine's
+    grads: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: its first gradient comes
+    sums: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: the last that touches it; then it is sent
+    back: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: weights are read after gradients came
+    n_forward: int = 0  # moments of forward
+    budget: int = 0
+    placed: bool = False  # optimizers are where they will stay
+
+    @functools.cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """Chunk -> the moments when it is read."""
+        uses: dict[int, list[int]] = {}
+        for moment, chunks in enumerate(self.order):
+            for chunk in chunks:
+                uses.setdefault(chunk, []).append(moment)
+        return uses
+
+    @functools.cached_property
+    def _happens(self) -> dict[tuple[str, int], list[int]]:
+        found: dict[tuple[str, int], list[int]] = {}
+        for what in ("grads", "sums", "back"):
+            for moment, chunk in getattr(self, what):
+                found.setdefault((what, moment), []).append(chunk)
+        return found
+
+    def at(self, what: str, moment: int) -> list[int]:
+        """The chunks to which this happens at that moment."""
+        return self._happens.get((what, moment), [])
+
+    def next_use(self, chunk: int, moment: int) -> int:
+        uses = self.uses.get(chunk, [])
+        k = bisect.bisect_right(uses, moment)
+        return uses[k] if k < len(uses) else NEVER
+
+    def upcoming(self, moment: int, depth: int) -> list[int]:
+        """The next chunks that are not read now, `depth` of them."""
+        found: list[int] = []
+        now = self.order[moment] if moment >= 0 else []
+        for k in range(moment + 1, len(self.order)):
+            for chunk in self.order[k]:
+                if len(found) == depth:
+                    return found
+                if chunk not in now and chunk not in found:
+                    found.append(chunk)
+        return found
+
+
+class Residency:
+    """The rules by which chunks come and go, without a tensor. What they decide is carried out by `do`: gather(chunk),
+    release(chunk), finish(chunk). The engine is one such, a Simulation another."""
+
+    def __init__(self, rooms: list[int], do, depth: int, auto: bool, stays: set[int]):
+        self.rooms, self.do, self.depth, self.auto, self.stays = rooms, do, depth, auto, stays
+        self.fixed = 0  # bytes on the device that no rule moves
+        self.shards = [0] * len(rooms)  # bytes on the device of a chunk's summed gradients
+        self.eager = False  # may what is fetched ahead drive out what is read later?
+        self.forget()
+
+    def forget(self) -> None:
+        self.gathered: set[int] = set()  # weights there, or on their way
+        self.dirty: set[int] = set()  # those of them that hold gradients
+        self.busy: set[int] = set()  # read by the operator at hand, and by that whose backward is at hand
+        self.in_flight: list[int] = []  # gradients sent and not received yet: one chunk at most
+        self.used = 0  # bytes of all these
+        self.filled: set[int] = set()  # summed since the last step
+
+    def copy(self, do) -> "Residency":
+        new = Residency(self.rooms, do, self.depth, self.auto, self.stays)
+        new.fixed, new.shards, new.eager = self.fixed, self.shards, self.eager
+        return new
+
+    def bytes(self) -> int:
+        return self.fixed + self.used + sum(self.shards[k] for k in self.filled)
+
+    def come_to(self, moment: int, chunks: list[int], plan: Plan | None) -> None:
+        """What is read now must be there; what comes next may start on its way. plan: None for a pass that is like no other."""
+        soon = plan.upcoming(moment, self.depth) if plan else []
+        self.busy = self.busy | set(chunks)
+        self.make_room(sum(self.rooms[k] for k in chunks if k not in self.gathered), moment, plan, soon)
+        for k in chunks:
+            self.gather(k)
+        for k in soon:
+            if k not in self.gathered and k not in self.in_flight:
+                if self.eager:
+                    self.make_room_ahead(k, moment, plan)
+                if not self.auto or self.fits(self.rooms[k], moment, plan):
+                    self.gather(k)
+
+    def fetch_early(self, plan: Plan, updated: float = math.inf) -> None:
+        """Between passes: start on their way those that the next pass begins with, as far as Adam has updated them, by number."""
+        for k in plan.upcoming(-1, self.depth):
+            if k > updated:
+                return
+            if k not in self.gathered and (not self.auto or self.fits(self.rooms[k], 0, plan)):
+                self.gather(k)
+
+    def fits(self, n_bytes: int, moment: int, plan: Plan) -> bool:
+        return self.bytes() + n_bytes + plan.others[moment] <= plan.budget
+
+    def make_room(self, n_bytes: int, moment: int, plan: Plan | None, soon=()) -> None:
+        """auto, with a plan: release the chunk that will be read last of all (Belady, 1966) until what is needed fits.
+        Otherwise whatever is not read now or next, but for chunks that static placement keeps."""
+        free_to_go = self.gathered - self.busy - self.dirty
+        if not (self.auto and plan):
+            if self.auto:
+                self.finish()
+            for k in sorted(free_to_go - self.stays - set(soon)):
+                self.release(k)
+            return
+        while not self.fits(n_bytes, moment, plan):
+            if self.in_flight:
+                self.finish()
+            elif free_to_go:
+                last = max(free_to_go, key=lambda k: (plan.next_use(k, moment), k))
+                free_to_go.remove(last)
+                self.release(last)
+            else:
+                self.do.too_small(self.bytes() + n_bytes + plan.others[moment], plan.budget)
+                return
+
+    def make_room_ahead(self, chunk: int, moment: int, plan: Plan) -> None:
+        """For what is fetched ahead: release what will be read later still. The next moment might have found room without that,
+        so it is done only where it costs no more gathers (`eager`)."""
+        use = plan.next_use(chunk, moment)
+        going = sorted(self.gathered - self.busy - self.dirty, key=lambda k: (plan.next_use(k, moment), k))
+        while going and not self.fits(self.rooms[chunk], moment, plan) and plan.next_use(going[-1], moment) > use:
+            self.release(going.pop())
+
+    def gather(self, chunk: int) -> None:
+        if chunk in self.in_flight:
+            self.finish()
+        if chunk not in self.gathered:
+            self.gathered.add(chunk)
+            self.used += self.rooms[chunk]
+            self.do.gather(chunk)
+
+    def release(self, chunk: int) -> None:
+        self.gathered.remove(chunk)
+        self.used -= self.rooms[chunk]
+        self.do.release(chunk)
+
+    def take_back(self, chunk: int) -> None:
+        """The gradients in a chunk have moved out, since its weights are needed once more."""
+        self.dirty.discard(chunk)
+        if chunk in self.gathered:
+            self.release(chunk)
+
+    def send(self, chunk: int, moment: int, plan: Plan | None) -> None:
+        """A chunk's gradients leave. Its memory is theirs until `finish`, before which no other's leave."""
+        self.finish()
+        if chunk in self.gathered:
+            self.dirty.add(chunk)
+        room = 0 if chunk in self.gathered else self.rooms[chunk]
+        self.make_room(room + (0 if chunk in self.filled else self.shards[chunk]), moment, plan)
+        self.used += room
+        self.filled.add(chunk)
+        self.gathered.discard(chunk)
+        self.dirty.discard(chunk)
+        self.in_flight.append(chunk)
+
+    def finish(self) -> None:
+        for chunk in self.in_flight:
+            self.used -= self.rooms[chunk]
+            self.do.finish(chunk)
+        self.in_flight = []
+
+    def release_all(self) -> None:
+        self.busy, self.dirty = set(), set()
+        for chunk in sorted(self.gathered):
+            self.release(chunk)
+
+
+class Simulation:
+    """Counts what a Residency decides."""
+
+    def __init__(self):
+        self.gathers: dict[int, int] = {}
+        self.bytes: list[int] = []  # on the device, after each of the calls
+        self.summed: dict[int, int] = {}  # chunk -> from which of these on its sum is there
+
+    most = property(lambda self: max(self.bytes), doc="bytes on the device")
+
+    def run(self, home: Residency, plan: Plan) -> None:
+        """The same calls, in the same order, as Gemini makes them (`_next_moment`, `_end_backward`, `_step`)."""
+        for moment, chunks in enumerate(plan.order):
+            for chunk in plan.at("back", moment):
+                home.take_back(chunk)
+            home.busy = {*plan.busy[moment]} - {*chunks} if home.auto else {*plan.busy[moment]}
+            for chunk in plan.at("sums", moment - 1):
+                self.send(home, chunk, moment - 1, plan)
+            home.busy = {*plan.busy[moment]}
+            home.come_to(moment, chunks, plan)
+            home.dirty.update(k for k in plan.at("grads", moment) if k in home.gathered)
+            self.bytes.append(home.bytes() + plan.others[moment])
+        home.busy = set()
+        for chunk in plan.at("sums", len(plan.order) - 1):
+            self.send(home, chunk, len(plan.order) - 1, plan)
+        home.finish()
+        home.release_all()
+        home.filled = set()
+        home.fetch_early(plan)
+
+    def send(self, home: Residency, chunk: int, moment: int, plan: Plan) -> None:
+        home.send(chunk, moment, plan)
+        self.summed.setdefault(chunk, len(self.bytes))
+        self.bytes.append(home.bytes() + plan.others[moment])
+
+    def gather(self, chunk: int) -> None:
+        self.gathers[chunk] = self.gathers.get(chunk, 0) + 1
+
+    def release(self, chunk: int) -> None:
+        pass
+
+    def finish(self, chunk: int) -> None:
+        pass
+
+    def too_small(self, needed: int, budget: int) -> None:
+        self.bytes.append(needed)
+
+
+# ---- the engine, which carries them out --------------------------------------------------------------------------------------
 
 
 class Gemini:
@@ -302,17 +541,17 @@ class Gemini:
         self._version = 0  # of the weights: graphs made with another are of no use
         self._calls: list[Call] = []  # those that a backward is still to reach
         self._unreached = [0] * len(self.all_params)  # how many of them have read a parameter
-        self._forward = 0  # counts forwards
+        self._forward_number = 0  # of the last one that began
         self._reached: set[int] = set()  # the forwards that this backward has come to
         self._backward_began = 0  # the moment
         self._open: list[Chunk] = []  # reached by this backward, gradients not sent yet
         self._now: tuple[Chunk, ...] = ()  # what the operator at hand reads
         self._backward_now: tuple[Chunk, ...] = ()  # what the operator whose backward is at hand reads
-        self._held: set[Chunk] = set()  # read again by the backward of a derivative
+        self._for_derivatives: set[Chunk] = set()  # read again by the backward of a derivative
         self._history, self._compared = 0, None  # a hash of gathers and sums since the last step; have all ranks the same?
         self._in_pass = False  # a pass: from the first forward to the backward after which no graph is left
         self._moment = -1  # which of a pass
-        self._at: tuple[int, ...] = ()  # chunks read at this moment
+        self._reading: list[int] = []  # chunks read at this moment
         self._ledger_then = 0  # when it began
         self._on_plan = False  # this pass has been like the first so far
         self._seen = Plan()  # of this pass, as long as there is no plan
@@ -703,8 +942,8 @@ class Gemini:
             elif self.plan is None and not chunk.sent.isdisjoint(indices):  # next time they will still be here, to be taken back
                 self._seen.back.append([self._moment + 1, chunk.number])
         numbers, at_hand = [chunk.number for chunk in chunks], {*self._now, *self._backward_now}
-        busy = {chunk.number for chunk in at_hand | self._held}
-        if not (set(numbers) <= set(self._at) and set(numbers) <= self.home.gathered):
+        busy = {chunk.number for chunk in at_hand | self._for_derivatives}
+        if not (set(numbers) <= set(self._reading) and set(numbers) <= self.home.gathered):
             self._next_moment(numbers, busy)
         self.home.busy = busy
         for chunk in chunks:
@@ -722,7 +961,7 @@ class Gemini:
         if self._in_backward:
             self._send_planned() if self._on_plan else self._send_left_behind()
         self.home.busy = busy
-        self._moment, self._at = moment, numbers
+        self._moment, self._reading = moment, numbers
         if plan is None:
             for seen, value in zip((self._seen.order, self._seen.busy, self._seen.backward), here):
                 seen.append(value)
@@ -749,13 +988,13 @@ class Gemini:
         self.home.take_back(chunk.number)
 
     def _begin_pass(self) -> None:
-        self._in_pass, self._moment, self._at, self._seen = True, -1, [], Plan()
+        self._in_pass, self._moment, self._reading, self._seen = True, -1, [], Plan()
         self._on_plan = self.plan is not None and bool(self.plan.order)
 
     def _end_pass(self, learn: bool = False) -> None:
         """No graph is left: what is gathered can go."""
         self._measure_others()
-        self._in_pass, self._held = False, set()
+        self._in_pass, self._for_derivatives = False, set()
         self._now = self._backward_now = self._read_now = ()
         self.home.release_all()
         if learn and self.plan is None and self._seen.order:
@@ -793,7 +1032,7 @@ class Gemini:
         except Exception:
             if not self._in_backward:
                 self._forwards = 0
-                self._forget(lambda call: call.forward == self._forward)
+                self._forget(lambda call: call.forward == self._forward_number)
                 if not self._calls:
                     self._end_pass()
             raise
@@ -810,7 +1049,7 @@ class Gemini:
         if not self._in_pass:
             self._begin_pass()
         if not self._forwards and not self._in_backward:
-            self._forward += 1
+            self._forward_number += 1
             self._now = self._backward_now = ()
         self._forwards += 1
 
@@ -830,7 +1069,7 @@ class Gemini:
         for t in tensors_in(output) if torch.is_grad_enabled() else ():
             if t.requires_grad and not t.is_leaf:
                 if call is None:  # in backward it may be the original or a copy, for checkpointing, that nobody will come to
-                    call = Call(indices, chunks, self._version, self._forward, expected=not self._in_backward)
+                    call = Call(indices, chunks, self._version, self._forward_number, expected=not self._in_backward)
                     if call.expected:
                         self._expect(call)
                 t.register_hook(functools.partial(reach, weakref.ref(self), call))
@@ -992,7 +1231,7 @@ class Gemini:
         for chunk in self.chunks:
             chunk.launched, chunk.touched, chunk.sent = False, -1, set()
         self._open, self._reached, self._backward_began = [], set(), self._moment + 1
-        self._at = []  # so that it begins with a moment of its own
+        self._reading = []  # so that it begins with a moment of its own
         self._now = self._backward_now = ()
         self._seen.n_forward = self._seen.n_forward or len(self._seen.order)
         self._in_backward = True
@@ -1023,7 +1262,7 @@ class Gemini:
                 if chunk.trained and chunk not in self._open:
                     self._open.append(chunk)
         elif torch.is_grad_enabled():  # a derivative of your code, with create_graph: its own backward will read the weights again
-            self._held.update(call.chunks)
+            self._for_derivatives.update(call.chunks)
         self._now, self._backward_now = (), call.chunks
         self._come_to(call.indices, call.chunks)
 
@@ -1162,7 +1401,7 @@ class Gemini:
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """After the first pass: the order of moments is rank 0's, what else is on the device the most of any rank."""
+        """After the first pass, if it was the same on all ranks: what else is on the device is the most of any rank."""
         budget = self.device_budget
         if budget is None:
             budget = NEVER
@@ -1705,233 +1944,6 @@ def search_chunk(numels: list[int], itemsize: int, align: int, chunk_mb: float |
         if best is None or waste <= best[1]:
             best = capacity, waste
     return best
-
-
-@dataclasses.dataclass
-class Plan:
-    """What a pass does, learnt from the first. A moment begins when chunks are read that were not just before."""
-
-    order: list[list[int]] = dataclasses.field(default_factory=list)  # at each moment: the chunks that are read
-    busy: list[list[int]] = dataclasses.field(default_factory=list)  # those that must stay: a backward at hand may read them, too
-    backward: list[bool] = dataclasses.field(default_factory=list)  # is it a moment of backward?
-    others: list[int] = dataclasses.field(default_factory=list)  # bytes on the device that are not the engine's
-    grads: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: its first gradient comes
-    sums: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: the last that touches it; then it is sent
-    back: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: weights are read after gradients came
-    n_forward: int = 0  # moments of forward
-    budget: int = 0
-    placed: bool = False  # optimizers are where they will stay
-
-    @functools.cached_property
-    def uses(self) -> dict[int, list[int]]:
-        """Chunk -> the moments when it is read."""
-        uses: dict[int, list[int]] = {}
-        for moment, chunks in enumerate(self.order):
-            for chunk in chunks:
-                uses.setdefault(chunk, []).append(moment)
-        return uses
-
-    @functools.cached_property
-    def _at(self) -> dict[tuple[str, int], list[int]]:
-        found: dict[tuple[str, int], list[int]] = {}
-        for what in ("grads", "sums", "back"):
-            for moment, chunk in getattr(self, what):
-                found.setdefault((what, moment), []).append(chunk)
-        return found
-
-    def at(self, what: str, moment: int) -> list[int]:
-        """The chunks to which this happens at that moment."""
-        return self._at.get((what, moment), [])
-
-    def next_use(self, chunk: int, moment: int) -> int:
-        uses = self.uses.get(chunk, [])
-        k = bisect.bisect_right(uses, moment)
-        return uses[k] if k < len(uses) else NEVER
-
-    def upcoming(self, moment: int, depth: int) -> list[int]:
-        """The next chunks that are not read now, `depth` of them."""
-        found: list[int] = []
-        now = self.order[moment] if moment >= 0 else []
-        for k in range(moment + 1, len(self.order)):
-            for chunk in self.order[k]:
-                if len(found) == depth:
-                    return found
-                if chunk not in now and chunk not in found:
-                    found.append(chunk)
-        return found
-
-
-class Residency:
-    """The rules by which chunks come and go, without a tensor. What they decide is carried out by `do`: gather(chunk),
-    release(chunk), finish(chunk). The engine is one such, a Simulation another."""
-
-    def __init__(self, rooms: list[int], do, depth: int, auto: bool, stays: set[int]):
-        self.rooms, self.do, self.depth, self.auto, self.stays = rooms, do, depth, auto, stays
-        self.fixed = 0  # bytes on the device that no rule moves
-        self.shards = [0] * len(rooms)  # bytes on the device of a chunk's summed gradients
-        self.eager = False  # may what is fetched ahead drive out what is read later?
-        self.forget()
-
-    def forget(self) -> None:
-        self.gathered: set[int] = set()  # weights there, or on their way
-        self.dirty: set[int] = set()  # those of them that hold gradients
-        self.busy: set[int] = set()  # read by the operator at hand, and by that whose backward is at hand
-        self.in_flight: list[int] = []  # gradients sent and not received yet: one chunk at most
-        self.used = 0  # bytes of all these
-        self.filled: set[int] = set()  # summed since the last step
-
-    def copy(self, do) -> "Residency":
-        new = Residency(self.rooms, do, self.depth, self.auto, self.stays)
-        new.fixed, new.shards, new.eager = self.fixed, self.shards, self.eager
-        return new
-
-    def bytes(self) -> int:
-        return self.fixed + self.used + sum(self.shards[k] for k in self.filled)
-
-    def come_to(self, moment: int, chunks: list[int], plan: Plan | None) -> None:
-        """What is read now must be there; what comes next may start on its way. plan: None for a pass that is like no other."""
-        soon = plan.upcoming(moment, self.depth) if plan else []
-        self.busy = self.busy | set(chunks)
-        self.make_room(sum(self.rooms[k] for k in chunks if k not in self.gathered), moment, plan, soon)
-        for k in chunks:
-            self.gather(k)
-        for k in soon:
-            if k not in self.gathered and k not in self.in_flight:
-                if self.eager:
-                    self.make_room_ahead(k, moment, plan)
-                if not self.auto or self.fits(self.rooms[k], moment, plan):
-                    self.gather(k)
-
-    def fetch_early(self, plan: Plan, updated: float = math.inf) -> None:
-        """Between passes: start on their way those that the next pass begins with, as far as Adam has updated them, by number."""
-        for k in plan.upcoming(-1, self.depth):
-            if k > updated:
-                return
-            if k not in self.gathered and (not self.auto or self.fits(self.rooms[k], 0, plan)):
-                self.gather(k)
-
-    def fits(self, n_bytes: int, moment: int, plan: Plan) -> bool:
-        return self.bytes() + n_bytes + plan.others[moment] <= plan.budget
-
-    def make_room(self, n_bytes: int, moment: int, plan: Plan | None, soon=()) -> None:
-        """auto, with a plan: release the chunk that will be read last of all (Belady, 1966) until what is needed fits.
-        Otherwise whatever is not read now or next, but for chunks that static placement keeps."""
-        free_to_go = self.gathered - self.busy - self.dirty
-        if not (self.auto and plan):
-            if self.auto:
-                self.finish()
-            for k in sorted(free_to_go - self.stays - set(soon)):
-                self.release(k)
-            return
-        while not self.fits(n_bytes, moment, plan):
-            if self.in_flight:
-                self.finish()
-            elif free_to_go:
-                last = max(free_to_go, key=lambda k: (plan.next_use(k, moment), k))
-                free_to_go.remove(last)
-                self.release(last)
-            else:
-                self.do.too_small(self.bytes() + n_bytes + plan.others[moment], plan.budget)
-                return
-
-    def make_room_ahead(self, chunk: int, moment: int, plan: Plan) -> None:
-        """For what is fetched ahead: release what will be read later still. The next moment might have found room without that,
-        so it is done only where it costs no more gathers (`eager`)."""
-        use = plan.next_use(chunk, moment)
-        going = sorted(self.gathered - self.busy - self.dirty, key=lambda k: (plan.next_use(k, moment), k))
-        while going and not self.fits(self.rooms[chunk], moment, plan) and plan.next_use(going[-1], moment) > use:
-            self.release(going.pop())
-
-    def gather(self, chunk: int) -> None:
-        if chunk in self.in_flight:
-            self.finish()
-        if chunk not in self.gathered:
-            self.gathered.add(chunk)
-            self.used += self.rooms[chunk]
-            self.do.gather(chunk)
-
-    def release(self, chunk: int) -> None:
-        self.gathered.remove(chunk)
-        self.used -= self.rooms[chunk]
-        self.do.release(chunk)
-
-    def take_back(self, chunk: int) -> None:
-        """The gradients in a chunk have moved out, since its weights are needed once more."""
-        self.dirty.discard(chunk)
-        if chunk in self.gathered:
-            self.release(chunk)
-
-    def send(self, chunk: int, moment: int, plan: Plan | None) -> None:
-        """A chunk's gradients leave. Its memory is theirs until `finish`, before which no other's leave."""
-        self.finish()
-        if chunk in self.gathered:
-            self.dirty.add(chunk)
-        room = 0 if chunk in self.gathered else self.rooms[chunk]
-        self.make_room(room + (0 if chunk in self.filled else self.shards[chunk]), moment, plan)
-        self.used += room
-        self.filled.add(chunk)
-        self.gathered.discard(chunk)
-        self.dirty.discard(chunk)
-        self.in_flight.append(chunk)
-
-    def finish(self) -> None:
-        for chunk in self.in_flight:
-            self.used -= self.rooms[chunk]
-            self.do.finish(chunk)
-        self.in_flight = []
-
-    def release_all(self) -> None:
-        self.busy, self.dirty = set(), set()
-        for chunk in sorted(self.gathered):
-            self.release(chunk)
-
-
-class Simulation:
-    """Counts what a Residency decides."""
-
-    def __init__(self):
-        self.gathers: dict[int, int] = {}
-        self.bytes: list[int] = []  # on the device, after each of the calls
-        self.summed: dict[int, int] = {}  # chunk -> from which of these on its sum is there
-
-    most = property(lambda self: max(self.bytes), doc="bytes on the device")
-
-    def run(self, home: Residency, plan: Plan) -> None:
-        """The same calls, in the same order, as Gemini makes them (`_next_moment`, `_end_backward`, `_step`)."""
-        for moment, chunks in enumerate(plan.order):
-            for chunk in plan.at("back", moment):
-                home.take_back(chunk)
-            home.busy = {*plan.busy[moment]} - {*chunks} if home.auto else {*plan.busy[moment]}
-            for chunk in plan.at("sums", moment - 1):
-                self.send(home, chunk, moment - 1, plan)
-            home.busy = {*plan.busy[moment]}
-            home.come_to(moment, chunks, plan)
-            home.dirty.update(k for k in plan.at("grads", moment) if k in home.gathered)
-            self.bytes.append(home.bytes() + plan.others[moment])
-        home.busy = set()
-        for chunk in plan.at("sums", len(plan.order) - 1):
-            self.send(home, chunk, len(plan.order) - 1, plan)
-        home.finish()
-        home.release_all()
-        home.filled = set()
-        home.fetch_early(plan)
-
-    def send(self, home: Residency, chunk: int, moment: int, plan: Plan) -> None:
-        home.send(chunk, moment, plan)
-        self.summed.setdefault(chunk, len(self.bytes))
-        self.bytes.append(home.bytes() + plan.others[moment])
-
-    def gather(self, chunk: int) -> None:
-        self.gathers[chunk] = self.gathers.get(chunk, 0) + 1
-
-    def release(self, chunk: int) -> None:
-        pass
-
-    def finish(self, chunk: int) -> None:
-        pass
-
-    def too_small(self, needed: int, budget: int) -> None:
-        self.bytes.append(needed)
 
 
 def tensors_in(x):
