@@ -197,6 +197,7 @@ class Plan:
     n_forward: int = 0  # moments of forward
     budget: int = 0
     placed: bool = False  # optimizers are where they will stay
+    eager: bool = False  # may what is fetched ahead drive out what is read later?
 
     @functools.cached_property
     def uses(self) -> dict[int, list[int]]:
@@ -245,7 +246,6 @@ class Residency:
         self.rooms, self.do, self.depth, self.auto, self.stays = rooms, do, depth, auto, stays
         self.fixed = 0  # bytes on the device that no rule moves
         self.shards = [0] * len(rooms)  # bytes on the device of a chunk's summed gradients
-        self.eager = False  # may what is fetched ahead drive out what is read later?
         self.forget()
 
     def forget(self) -> None:
@@ -258,7 +258,7 @@ class Residency:
 
     def copy(self, do) -> "Residency":
         new = Residency(self.rooms, do, self.depth, self.auto, self.stays)
-        new.fixed, new.shards, new.eager = self.fixed, self.shards, self.eager
+        new.fixed, new.shards = self.fixed, self.shards
         return new
 
     def bytes(self) -> int:
@@ -273,7 +273,7 @@ class Residency:
             self.gather(k)
         for k in soon:
             if k not in self.gathered and k not in self.in_flight:
-                if self.eager:
+                if plan.eager and self.auto:
                     self.make_room_ahead(k, moment, plan)
                 if not self.auto or self.fits(self.rooms[k], moment, plan):
                     self.gather(k)
@@ -1379,7 +1379,7 @@ class Gemini:
         self.home.busy = set()
         if self._on_plan:
             self._send_planned()
-        for chunk in reversed(self.chunks):
+        for chunk in sorted(reversed(self.chunks), key=lambda chunk: chunk.touched < 0):  # first those that take room
             if chunk.trained:
                 self._seen.sums.append([chunk.touched if chunk.touched >= 0 else self._moment, chunk.number])
                 if not chunk.launched:
@@ -1444,9 +1444,9 @@ class Gemini:
             self._place(chunk, optimizer=wanted[chunk], store=wanted[chunk])
         self._tell_adam()
         gathers = {}
-        for self.home.eager in (False, True):
-            gathers[self.home.eager] = sum(self._simulate().gathers.values())
-        self.home.eager = gathers[True] <= gathers[False]
+        for self.plan.eager in (False, True):
+            gathers[self.plan.eager] = sum(self._simulate().gathers.values())
+        self.plan.eager = gathers[True] <= gathers[False]
 
     def _simulate(self, budget: int | None = None, on_device: set[Chunk] | None = None) -> "Simulation":
         """A steady pass by the same rules, without tensors: what is gathered, released and summed, and the most bytes. With

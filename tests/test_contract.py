@@ -769,8 +769,9 @@ def events_of_chunks(name):
     words = " ".join(f"{what[0]}{layer}" if what in ("gather", "sum") else f"{what}{layer}" for what, layer in log)
     # g: gather, s: sum. A gather starts before the layer ahead of it computes; what static placement does not keep goes when the
     # next layer is read, unless it is read after that: number 3, which forward reads before 4, and backward after it. With room
-    # for three chunks, 0, 1 and 2 come as a micro-batch begins; as 1 is read, 3 takes the place of 0, then 4 that of 1. In `step` up to `prefetch`
-    # of the first ones start already. A sum starts before the gradient of the layer in front exists; that of layer 0 after all.
+    # for three chunks, 0, 1 and 2 come as a micro-batch begins; as 1 is read, 3 takes the place of 0, then 4 that of 1. In `step`
+    # up to `prefetch` of the first ones start already. A sum starts before the gradient of the layer in front exists; that of
+    # layer 0 after all.
     if name == "gemini":
         first, forward = ["g0", "g1", "g2"], "output0 g3 output1 g4 output2 output3 output4"
         backward = "gradient4 s4 gradient3 s3 g1 gradient2 s2 g0 gradient1 s1 gradient0 s0"
