@@ -398,11 +398,12 @@ def gemini_held_on_the_host():
 
 
 class Residual(torch.nn.Module):
-    """128 layers of 768 x 768: 302 MB in fp32, 1.2 MB a layer in bf16."""
+    """72 layers of 1024 x 1024: 302 MB in fp32, 2 MiB a layer in bf16. Of other sizes torch's allocator counts up to 1 MiB more,
+    where it gives a free block of memory away whole: 4.6 % with layers of 768 x 768."""
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(768, 768, bias=False) for _ in range(128))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(72))
 
     def forward(self, x):
         for layer in self.layers:
@@ -411,13 +412,13 @@ class Residual(torch.nn.Module):
 
 
 def under_budget_on_the_gpu():
-    """A chunk for each layer, with room for four and the optimizers of 80 beside what the tightest moment takes. In a steady step
+    """A chunk for each layer, with room for four and the optimizers of 45 beside what the tightest moment takes. In a steady step
     the GPU, as torch counts, never has more than the budget; and what it has at most is what the engine's ledger says beside what
     the first pass has traced of everything else. Beside the engine that has room for all, and Adam on the GPU, the weights are
     those but for rounding (CPU and GPU round Adam differently, and bf16 gradients after that)."""
-    layers, layer, n = 128, 768 * 768, dist.get_world_size()
-    loss_fn, x = (lambda out, x: out.float().square().mean()), torch.randn(4, 768)
-    warm = torch.nn.Linear(768, 768, bias=False, dtype=torch.bfloat16)  # the libraries' own memory, in forward and in backward
+    layers, layer, n = 72, 1024 * 1024, dist.get_world_size()
+    loss_fn, x = (lambda out, x: out.float().square().mean()), torch.randn(4, 1024)
+    warm = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)  # the libraries' own memory, in forward and in backward
     warm(x.bfloat16()).float().square().mean().backward()
     del warm
 
@@ -447,7 +448,7 @@ def under_budget_on_the_gpu():
     weights = [w.cpu() for w in contract.weights_of(free)]
     del free
     gc.collect()
-    engine, loss, gathers, _ = steps(needed + 4 * layer * 2 + 80 * (3 * 4 + 2) * layer // n)
+    engine, loss, gathers, _ = steps(needed + 4 * layer * 2 + 45 * (3 * 4 + 2) * layer // n)
     assert gathers > layers and 0 < sum(chunk.on_device for chunk in engine.chunks) < layers, gathers
     assert engine.traffic["to_device"] > 0 and engine.traffic["to_host"] > 0, engine.traffic
     assert abs(loss / expected - 1) < 1e-2, (loss, expected)
