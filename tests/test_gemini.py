@@ -401,7 +401,7 @@ def gathers_at_budgets(kind, prefetch):
     room, = {chunk.room_bytes for chunk in engine.chunks}
     assert engine.plan.placed and not engine.home.fixed
     for budget in range(engine.plan.budget, (len(engine.chunks) + 2) * room, room // 2):
-        engine.plan.budget, engine.home.eager = budget, False  # eager is for budgets where it costs nothing, which placing decides
+        engine.plan.budget, engine.plan.eager = budget, False  # eager is for budgets where it costs nothing, which placing decides
         hf_step(kind, engine, reference, 1, check=False)  # what the last step fetched early, it did under the budget before
         gathers = hf_step(kind, engine, reference, 2, check=False)
         assert gathers == planned_gathers(engine)
