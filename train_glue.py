@@ -137,6 +137,7 @@ def strategy_options(p: Parser, seeds: str) -> None:
     p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
     p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
     p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
+    p.add_argument("--zero_stage", type=int, choices=[0, 1], help="of mode hybrid: is the optimizer divided between copies? default 1")
     p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
     p.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="other arguments of the mode's class")
 
@@ -207,12 +208,12 @@ def load_engine(args):
     engine_class = getattr(module, mode.engine)
     known = set(inspect.signature(engine_class).parameters) - {"model", "params", "group", "device"}
     knobs = dict(mode.knobs)
-    for name in ("tp", "pp", "sp", "offload"):
-        if getattr(args, name):  # None and False: not given
+    for name in ("tp", "pp", "sp", "zero_stage", "offload"):
+        if getattr(args, name) is not None and getattr(args, name) is not False:  # not given
             if name not in known:
                 raise Stop(f"--{name}: mode {args.mode} has no such option")
             knobs[name] = getattr(args, name)
-    free = sorted(known - {"lr", "weight_decay", "precision", "tp", "pp", "sp", "offload", *mode.knobs})
+    free = sorted(known - {"lr", "weight_decay", "precision", "tp", "pp", "sp", "zero_stage", "offload", *mode.knobs})
     for item in args.engine:
         key, equals, value = item.partition("=")
         if not equals or key not in free:

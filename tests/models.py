@@ -36,8 +36,9 @@ ENGINES = {  # name: (module, class, knobs that make several buckets or units of
     "gemini_static": ("gemini", "Gemini", dict(CHUNKS, placement="static", shard_param_frac=0.5, offload_param_frac=0.25,
                                                offload_optim_frac=0.75)),
     "gemini_offload": ("gemini", "Gemini", dict(CHUNKS, offload=True)),
+    "hybrid": ("hybrid", "Hybrid", dict(bucket_mb=0.002)),  # tp=1; what tp divides: test_hybrid.py
 }
-FEWER = ("ddp", "zero1_offload", "zero2", "fsdp", "gemini")  # every file; of zero.py both stages, one of them with offload
+FEWER = ("ddp", "zero1_offload", "zero2", "fsdp", "gemini", "hybrid")  # of each file; of zero.py both stages, one with offload
 
 
 def in_sweep(values, when=lambda *_: True):
@@ -53,8 +54,9 @@ fewer_engines = pytest.mark.parametrize("name", in_sweep(ENGINES, lambda name: n
 def build_engine(name, model, params=None, **arguments):
     """A strategy's engine. Only ddp.py has a bucket size of its own for the first bucket; fsdp.py has units and gemini.py
     chunks, not buckets."""
+    first = ("first_bucket_mb",)
     module, cls, knobs = ENGINES[name]
-    for argument in {"ddp": (), "zero": ("first_bucket_mb",)}.get(module, ("bucket_mb", "first_bucket_mb")):
+    for argument in {"ddp": (), "zero": first, "hybrid": first}.get(module, ("bucket_mb", *first)):
         arguments.pop(argument, None)
     if name == "gemini" and all(p.device.type == "cpu" for p in model.parameters()):
         arguments.setdefault("device_budget", tight_budget(model))

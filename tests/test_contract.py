@@ -280,21 +280,25 @@ def held_memory(name, precision, micro_batches):
     engine = build_engine(name, model, precision=precision, bucket_mb=1.0, first_bucket_mb=1.0)
     for _ in range(3):
         known = [t for b in engine.buckets for t in vars(b).values() if isinstance(t, torch.Tensor)]
-        with LivePeak([*model.parameters(), *known, *getattr(engine, "_room", [])]) as live:
+        known += [*getattr(engine, "_room", []), *getattr(engine, "_received", {}).values()]
+        with LivePeak([*model.parameters(), *known]) as live:
             engine.forward_backward(torch.randn(micro_batches, 400), micro_batches, lambda out, x: out.float().square().mean())
         held = {kind: sum(by_device.values()) for kind, by_device in engine.memory().items()}
         engine.step()
     # ddp holds fp32 weights whatever the precision; elsewhere weights that are not fp32 have fp32 masters. Offloaded, masters are
     # apart in fp32, too, and what lands in host memory is there beside what it is added to.
     width = 2 if precision == "bf16" and name != "ddp" else 4
-    offload, stage_1, accumulates = "offload" in name, "zero1" in name, micro_batches > 1
+    offload, stage_1, accumulates = "offload" in name, name.startswith(("zero1", "hybrid")), micro_batches > 1
     optimizer = 8 if name == "ddp" else (8 if width == 4 and not offload else 12) / n
     gradients = 4 if name == "ddp" else width if stage_1 else (4 if accumulates else width) / n
     if offload and (stage_1 or accumulates):
         gradients += width / n
-    room = 0 if name == "ddp" else sum(t.numel() * t.element_size() for t in engine._room)
+    rooms = [] if name == "ddp" else engine._received.values() if name == "hybrid" else engine._room
+    room = sum(t.numel() * t.element_size() for t in rooms)
     assert room <= (1 if stage_1 else 2) * 2**20  # two buckets of 1 MiB, what gloo receives included
     assert stage_1 or name == "ddp" or room >= 2**20
+    if name == "hybrid":  # what others send of the largest bucket: as many layers as fit into 1 MiB
+        assert room == (n - 1) / n * (2**20 // (layer * width)) * layer * width
     held["gradients"] -= room
     for kind, expected in dict(parameters=width, gradients=gradients, optimizer=optimizer, buffers=0).items():
         assert abs(held[kind] - expected * layers * layer) <= 0.01 * expected * layers * layer, (kind, held[kind], expected)
