@@ -137,7 +137,7 @@ def strategy_options(p: Parser, seeds: str) -> None:
     p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
     p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
     p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
-    p.add_argument("--zero_stage", type=int, choices=[0, 1], help="of mode hybrid: is the optimizer divided between copies? default 1")
+    p.add_argument("--zero_stage", type=int, choices=[0, 1], help="mode hybrid: 1 divides the optimizer between copies; default 1")
     p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
     p.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="other arguments of the mode's class")
 
