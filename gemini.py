@@ -1977,7 +1977,7 @@ class Chunked:
         with torch._C.DisableTorchFunctionSubclass():
             if function in NO_WEIGHTS_READ:
                 return function(*args, **kwargs)
-        read = list(chunked_in((args, kwargs)))
+        read = [t for t in tensors_in((args, kwargs)) if isinstance(t, Chunked)]
         engine, indices = read[0]._chunked_engine(), list(dict.fromkeys(t._chunked_index for t in read))
         if any(t._chunked_engine() is not engine for t in read):
             raise RuntimeError(f"{getattr(function, '__name__', function)} is given parameters of two engines, such as "
@@ -2023,17 +2023,6 @@ class Lent:
         """An ordinary Parameter, for a model that no engine holds."""
         with torch._C.DisableTorchFunctionSubclass():
             return type(self).__mro__[2](self.detach().clone(), self.requires_grad)
-
-
-def chunked_in(x):
-    if isinstance(x, Chunked):
-        yield x
-    elif isinstance(x, Mapping):
-        for item in x.values():
-            yield from chunked_in(item)
-    elif isinstance(x, (tuple, list)):
-        for item in x:
-            yield from chunked_in(item)
 
 
 def chunked_class(engine: Gemini, index: int, base: type) -> type:

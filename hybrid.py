@@ -1251,6 +1251,10 @@ class Hybrid:
         adam.pieces = everything[0]
         if adam.cuda:
             adam.chunks = everything[1]
+        for bucket in self.buckets:
+            if not bucket.counted:  # but what is not finite here alone must be known everywhere
+                finite = bucket.shard.sum(dtype=torch.float64).isfinite()
+                adam.inputs[adam.n_hyper] += torch.where(finite, 0.0, torch.nan)
 
     def _check_gradients_in_place(self) -> None:
         for bucket in self.buckets:

@@ -823,3 +823,20 @@ def deep_copies_of_inputs():
 
 def test_two_forwards_in_one_backward(pool):
     pool.run(2, deep_copies_of_inputs)
+
+
+def overflow_in_a_copy():
+    """A weight that both ranks of a tp group have whole is counted in the norm by the first; an inf is seen wherever it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3))
+    engine = Hybrid(model, tp=2, precision="fp32", plan={"0": "colwise", "2": "rowwise"})
+    for bad in (None, 0, 1):
+        engine.forward_backward(torch.ones(4, 6), loss_fn=lambda output, _: output.square().mean())
+        if dist.get_rank() == bad:
+            model[3].bias.grad[0] = torch.inf
+        engine.step()
+        assert engine.skipped.item() == (bad is not None), bad
+
+
+def test_case_23_overflow_in_the_copy_that_is_not_counted(pool):
+    pool.run(2, overflow_in_a_copy)
