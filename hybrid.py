@@ -248,6 +248,10 @@ class Split(torch.autograd.Function):
         return ctx.tp.gather(grad), None
 
 
+# What torch.compile does not follow: it compiles what lies between two collectives.
+sum_over, gather, split = (torch.compiler.disable(function.apply) for function in (Sum, Gather, Split))
+
+
 class TensorParallel:
     """The tp axis at work: what divided modules share in a forward."""
 
@@ -257,6 +261,7 @@ class TensorParallel:
         self._copied: tuple | None = None
         self.counted: set[tuple] = set()  # (module, attribute) that already counts this rank's alone
 
+    @torch.compiler.disable
     def copy(self, x: Tensor) -> Tensor:
         """Copy(x), once for linears that read the same x (query, key and value): one all-reduce in backward for all of them."""
         last = self._copied
@@ -264,6 +269,7 @@ class TensorParallel:
             self._copied = last = weakref.ref(x), torch.is_grad_enabled(), Copy.apply(x, self.axis)
         return last[2]
 
+    @torch.compiler.disable
     def enter(self) -> None:
         """From here to `leave` activations are divided, so dropout must differ between ranks; everywhere else it must not. The
         seed is drawn from the CPU's generator, which is in step on all ranks and which checkpointing sets back."""
@@ -272,6 +278,7 @@ class TensorParallel:
             self._saved = self.generator.get_state()
             self.generator.manual_seed(seed + self.axis.rank)
 
+    @torch.compiler.disable
     def leave(self) -> None:
         self._copied = None
         if self._saved is not None:
@@ -286,7 +293,7 @@ class ColumnParallel:
         tp = self._tp
         y = super().forward(tp.copy(x))
         if self._style == "colwise_gather_output":
-            return ShardedLogits.of(y, tp.axis, self._whole) if self._is_head else Gather.apply(y, tp.axis)[..., : self._whole]
+            return ShardedLogits.of(y, tp.axis, self._whole) if self._is_head else gather(y, tp.axis)[..., : self._whole]
         tp.enter()
         return y
 
@@ -296,15 +303,10 @@ class RowParallel:
 
     def forward(self, x):
         tp = self._tp
-        x = Split.apply(x, tp.axis) if self._style == "rowwise_split_input" else x
-        bias, self._parameters["bias"] = self._parameters.get("bias"), None  # is added once, to the sum
-        try:
-            y = x @ self.weight if self._transposed else nn.functional.linear(x, self.weight)
-        finally:  # also when checkpointing has computed enough again and stops here
-            self._parameters["bias"] = bias
-            tp.leave()
-        y = Sum.apply(y, tp.axis)
-        return y if bias is None else y + bias
+        tp.leave()  # before the product, in which checkpointing may find that it has computed enough again, and stop
+        x = split(x, tp.axis) if self._style == "rowwise_split_input" else x
+        y = sum_over(x @ self.weight if self._transposed else nn.functional.linear(x, self.weight), tp.axis)
+        return y if self.bias is None else y + self.bias  # once, to the sum
 
 
 class VocabParallel(nn.Embedding):
@@ -315,7 +317,7 @@ class VocabParallel(nn.Embedding):
         local = ids - self._first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = nn.functional.embedding(local.masked_fill(elsewhere, 0), self.weight, self._padding)
-        return Sum.apply(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.axis)
+        return sum_over(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.axis)
 
 
 class ShardedLogits(torch.Tensor):
@@ -334,7 +336,7 @@ class ShardedLogits(torch.Tensor):
     def gathered(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             local = self.as_subclass(Tensor)
-        return Gather.apply(local, self.axis)[..., : self.whole]
+        return gather(local, self.axis)[..., : self.whole]
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -463,6 +465,18 @@ def prefix_of(model: nn.Module) -> str:
     return prefix + "." if prefix and hasattr(model, prefix) else ""
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformer, the blocks of a ResNet: what nn.ModuleLists and nn.Sequentials list and has submodules itself,
+    the outermost ones."""
+    found, inside = [], set()
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in inside:
+            blocks = [child for child in module if any(True for _ in child.children())]
+            found += blocks
+            inside.update(m for block in blocks for m in block.modules())
+    return found
+
+
 def generic(name: str) -> str:
     """With * for numbers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
@@ -578,9 +592,8 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, changes: list):
         whole = layouts[module.weight].shape
         extra = dict(_tp=shared, _style=style, _transposed="Conv1D" in type(module).__name__, _is_head=module is output)
         own_class = type(module)
-        bases = (base, own_class) if base is not VocabParallel else (base,) if own_class is nn.Embedding else (own_class, base)
         changes.append((module, "__class__", own_class))
-        module.__class__ = type(base.__name__ + own_class.__name__, bases, {})
+        module.__class__ = mixed(own_class, base) if base is VocabParallel else mixed(base, own_class)
         for key, value in extra.items():
             object.__setattr__(module, key, value)
         module._whole, local = (x[1] if extra["_transposed"] else x[0] for x in (whole, module.weight.shape))
@@ -614,6 +627,12 @@ STYLES = {"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", 
           "embedding_rowwise", "replicated_with_grad_allreduce"}
 
 
+@functools.cache  # torch.compile compiles a block once, and not once for each layer, where layers have the same classes
+def mixed(first: type, second: type) -> type:
+    """A class that is both, and looks into the first one first."""
+    return second if issubclass(second, first) else type(first.__name__ + second.__name__, (first, second), {})
+
+
 def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index if device.index is not None else torch.cuda.current_device()]
@@ -644,7 +663,7 @@ def fuse_norms(model: nn.Module, changes: list) -> None:
                      if torch.allclose(trial(x), nn.functional.rms_norm(x, w.shape, w + offset, eps), atol=1e-5)]
         if found:
             changes.append((module, "__class__", type(module)))
-            module.__class__ = type("Fused" + type(module).__name__, (FusedRMSNorm, type(module)), {})
+            module.__class__ = mixed(FusedRMSNorm, type(module))
             module._offset, module._eps = found[0], eps
 
 
@@ -684,6 +703,7 @@ class Hybrid:
     norm, 0 for off. tp: ranks that share a copy's matrices. zero_stage: 1, the optimizer is divided between copies, or 0, each
     has all. plan: module names (* for a number) -> styles; None for the one in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
+    compile: torch.compile each block (`blocks_of`); then, too, forward waits for all weights before it begins.
     initial_scale, growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale.
     Parameters, buffers and, along tp, random numbers are those of the first rank, so models may be built with different seeds.
     Raises ValueError where ranks bring different models, for sizes that do not divide, or an argument that is wrong.
@@ -691,7 +711,8 @@ class Hybrid:
 
     def __init__(self, model: nn.Module, params=None, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
                  adamw=True, precision="bf16", max_norm=0.0, initial_scale=2.0**16, growth_interval=2000, min_scale=1.0,
-                 max_scale=2.0**24, tp=1, pp=1, sp=1, zero_stage=1, plan=None, bucket_mb=25.0, overlap_gather=True):
+                 max_scale=2.0**24, tp=1, pp=1, sp=1, zero_stage=1, plan=None, bucket_mb=25.0, overlap_gather=True,
+                 compile=False):
         if precision not in HALF:
             raise ValueError(f"precision must be one of {', '.join(HALF)}, got {precision!r}")
         if growth_interval < 1:
@@ -774,7 +795,6 @@ class Hybrid:
         self._launched = 0  # buckets of this backward whose reduce-scatter has been issued
         self._in_flight: list[Bucket] = []
         self._reduced = False  # the slices hold sums over the ranks
-        self._asks_nobody = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
         me = weakref.ref(self)  # the garbage collector does not see through hooks of tensors: a plain reference would stay for ever
 
         def on_grad(index, param):
@@ -782,7 +802,13 @@ class Hybrid:
                 engine._on_grad(index, param)
 
         hooks += [p.register_post_accumulate_grad_hook(functools.partial(on_grad, i)) for i, p in enumerate(self.params)]
-        hooks += [m.register_forward_pre_hook(lambda m, _: self._before_module(m)) for m in model.modules() if m._parameters]
+        # Compiled code reads weights without asking: once torch.compile has been seen at work, forward waits for all.
+        self._asks_nobody = compile or any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+        for block in blocks_of(model) or [model] if compile else ():
+            self.changes.append((block, "_compiled_call_impl", block._compiled_call_impl))
+            block.compile()
+        if not compile:
+            hooks += [m.register_forward_pre_hook(lambda m, _: self._before_module(m)) for m in model.modules() if m._parameters]
         hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._before_model()), prepend=True))
         self._hooks = hooks
         ENGINES[model] = weakref.WeakMethod(self._let_go)

@@ -2,13 +2,15 @@
 
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py                    # BERT and ResNet-18, ours beside the peers
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --engines zero2 deepspeed2
+    torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --engines "hybrid tp2"
     python benchmarks/step.py --work bert-base --precision bf16 --max-norm 1 --engines "plain torch" fsdp "torch fsdp2"    # a GPU
 
 Every engine trains its own copy of the model. In each round every one of them takes `--block` steps, one after the other, so that a
-machine whose speed drifts slows all of them alike. Bytes are those that rank 0's sockets deliver, per step and
-parameter (Linux, CPU ranks). Peak memory (GPUs) is what the engine holds between steps and the most that one of its steps adds.
-"again" is torch DDP's same copy a second time in each round: how far its ratio is from 1 says how much of the other
-ratios is noise. Prints one table and, with --json, appends one line per row to a file.
+machine whose speed drifts slows all of them alike. All see the same samples in a step: the two ranks of a tp group share one batch
+of the rows that both have elsewhere. Bytes are those that rank 0's sockets deliver, per step and parameter of the whole model
+(Linux, CPU ranks). Peak memory (GPUs) is what the engine holds between steps and the most that one of its steps adds. "again" is
+torch DDP's same copy a second time in each round: how far its ratio is from 1 says how much of the other ratios is noise. Prints
+one table and, with --json, appends one line per row to a file.
 """
 import argparse
 import copy
@@ -26,47 +28,67 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from ddp import DDP, distributed, sent_bytes  # noqa: E402
 from fsdp import FSDP  # noqa: E402
+from hybrid import Hybrid, plan_of  # noqa: E402
 from zero import Zero  # noqa: E402
 
 
-def bert(rank, device):
+def bert(device):
     """4 layers of width 256, 5.3 M parameters; 8 sequences of 64 tokens per rank."""
     from transformers import BertConfig, BertForSequenceClassification
     config = BertConfig(vocab_size=8192, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
                         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    g = torch.Generator().manual_seed(rank)
-    batch = dict(input_ids=torch.randint(8192, (8, 64), generator=g), labels=torch.randint(2, (8,), generator=g))
-    return BertForSequenceClassification(config), {k: v.to(device) for k, v in batch.items()}, None
+
+    def batch(rank):
+        g = torch.Generator().manual_seed(rank)
+        return dict(input_ids=torch.randint(8192, (8, 64), generator=g).to(device),
+                    labels=torch.randint(2, (8,), generator=g).to(device))
+    return BertForSequenceClassification(config), batch, None
 
 
-def resnet18(rank, device):
+def resnet18(device):
     """torchvision's ResNet-18 with 10 classes, 11.2 M parameters; 16 images of 32 x 32 per rank."""
     from torchvision.models import resnet18
-    g = torch.Generator().manual_seed(rank)
-    batch = (torch.randn(16, 3, 32, 32, generator=g).to(device), torch.randint(10, (16,), generator=g).to(device))
+
+    def batch(rank):
+        g = torch.Generator().manual_seed(rank)
+        return torch.randn(16, 3, 32, 32, generator=g).to(device), torch.randint(10, (16,), generator=g).to(device)
     return resnet18(num_classes=10), batch, lambda out, b: torch.nn.functional.cross_entropy(out, b[1])
 
 
-def bert_base(rank, device):
+def bert_base(device):
     """BERT-base with a head of 2 labels, 109.5 M parameters; 32 sequences of 128 tokens per rank."""
     from transformers import BertConfig, BertForSequenceClassification
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    g = torch.Generator().manual_seed(rank)
-    batch = dict(input_ids=torch.randint(30522, (32, 128), generator=g), labels=torch.randint(2, (32,), generator=g))
-    return BertForSequenceClassification(config), {k: v.to(device) for k, v in batch.items()}, None
+
+    def batch(rank):
+        g = torch.Generator().manual_seed(rank)
+        return dict(input_ids=torch.randint(30522, (32, 128), generator=g).to(device),
+                    labels=torch.randint(2, (32,), generator=g).to(device))
+    return BertForSequenceClassification(config), batch, None
 
 
-def gpt2_xl(rank, device):
+def gpt2_xl(device):
     """GPT-2 XL, 1.56 B parameters; 8 sequences of 512 tokens per rank."""
     from transformers import GPT2Config, GPT2LMHeadModel
     config = GPT2Config(n_embd=1600, n_layer=48, n_head=25, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-    tokens = torch.randint(50257, (8, 512), generator=torch.Generator().manual_seed(rank)).to(device)
+
+    def batch(rank):
+        tokens = torch.randint(50257, (8, 512), generator=torch.Generator().manual_seed(rank)).to(device)
+        return dict(input_ids=tokens, labels=tokens)
     with device:  # random numbers for so many weights take a CPU half a minute
         model = GPT2LMHeadModel(config)
-    return model.cpu(), dict(input_ids=tokens, labels=tokens), None
+    return model.cpu(), batch, None
 
 
-WORKS = {"bert": bert, "resnet18": resnet18, "bert-base": bert_base, "gpt2-xl": gpt2_xl}
+def together(batches):
+    """The rows of several batches as one."""
+    if isinstance(batches[0], dict):
+        return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
+    return tuple(map(torch.cat, zip(*batches)))
+
+
+WORKS = {  # of a device: a model on the CPU, batches by rank, a loss function or None for the model's own
+    "bert": bert, "resnet18": resnet18, "bert-base": bert_base, "gpt2-xl": gpt2_xl}
 
 
 def ours(engine_class, **knobs):
@@ -79,6 +101,7 @@ def ours(engine_class, **knobs):
             return loss
         step.mean = True  # the loss is that of all ranks
         return step
+    build.tp = knobs.get("tp", 1)
     return build
 
 
@@ -174,28 +197,41 @@ def deepspeed(stage):
 
 
 ENGINES = {
-    "ddp": ours(DDP), "zero1": ours(Zero, stage=1), "zero2": ours(Zero, stage=2), "fsdp": ours(FSDP),
+    "ddp": ours(DDP), "zero1": ours(Zero, stage=1), "zero2": ours(Zero, stage=2), "fsdp": ours(FSDP), "hybrid": ours(Hybrid),
+    "hybrid tp2": ours(Hybrid, tp=2), "hybrid compiled": ours(Hybrid, compile=True),
     "plain torch": plain_torch, "torch zero": lambda *args: torch_ddp(*args, zero=True), "torch fsdp1": torch_fsdp1,
     "torch fsdp2": torch_fsdp2, "deepspeed1": deepspeed(1), "deepspeed2": deepspeed(2),
 }
 
 
-def formula(name, precision, ranks, model):
+def formula(name, precision, ranks, model, batch, local_numel):
     """Bytes per parameter, rank and step that the ring formulas give: what is summed and, in ZeRO, the weights handed round; fully
-    sharded the blocks' weights twice and the rest once."""
+    sharded the blocks' weights twice and the rest once. Along tp: activations, four times in a block, once for an embedding and
+    once for a head that are divided; then along dp what this rank has of the weights, `local_numel`."""
     width = 2 if precision != "fp32" and not name.startswith(("ddp", "torch DDP", "torch zero")) else 4
-    times = 2.0
+    times, numel, tp = 2.0, sum(p.numel() for p in model.parameters()), tp_of(name)
     if "fsdp" in name:
         in_blocks = sum(p.numel() for p in {p for block in blocks(model) for p in block.parameters()})
-        times += in_blocks / sum(p.numel() for p in model.parameters())
+        times += in_blocks / numel
+    if tp > 1:
+        there = {module for module, _ in model.named_modules()}
+        ends = sum(module in there and style in ("embedding_rowwise", "colwise_gather_output")
+                   for module, style in plan_of(model).items())
+        activations = batch["input_ids"].numel() * model.config.hidden_size * (4 * model.config.num_hidden_layers + ends)
+        copies = ranks // tp
+        return 2 * width * ((tp - 1) / tp * activations + (copies - 1) / copies * local_numel) / numel
     return 0.0 if name == "plain torch" else times * (ranks - 1) / ranks * width
+
+
+def tp_of(name):
+    return getattr(ENGINES.get(name), "tp", 1)
 
 
 def measure(work, precision, args, device):
     """Rows {engine, ms, ratio, bytes, GiB, loss} of one model, equal on all ranks."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model, batch, loss_fn = WORKS[work](rank, device)
+    model, batch_of, loss_fn = WORKS[work](device)
     numel = sum(p.numel() for p in model.parameters())
     builders = {"torch DDP": torch_ddp, **{name: ENGINES[name] for name in args.engines}}
     on_gpu = device.type == "cuda"
@@ -205,10 +241,15 @@ def measure(work, precision, args, device):
         if on_gpu:
             torch.cuda.synchronize()
         dist.barrier()
-    steps, times, sent, losses, peak = {}, {}, {}, {}, {}
+    steps, times, sent, losses, peak, formulas, batches = {}, {}, {}, {}, {}, {}, {}
     for name, build in builders.items():
+        tp = tp_of(name)
+        batches[name] = batch = together([batch_of(rank // tp * tp + k) for k in range(tp)])
         at_first = allocated()
-        steps[name] = step = build(copy.deepcopy(model).to(device), loss_fn, precision, args.max_norm)
+        own = copy.deepcopy(model).to(device)
+        steps[name] = step = build(own, loss_fn, precision, args.max_norm)
+        formulas[name] = formula(name, precision, ranks, model, batch, sum(p.numel() for p in own.parameters()))
+        del own
         for _ in range(3):
             step(batch)
         wait()
@@ -221,7 +262,8 @@ def measure(work, precision, args, device):
         sent[name] = (sent_bytes() - before) / numel / 5
         peak[name] = torch.cuda.max_memory_allocated() - at_first if on_gpu else 0
         assert not on_gpu or allocated() <= held + 2**20, name
-    steps["torch DDP again"] = steps["torch DDP"]
+    for kept in (steps, batches, formulas):
+        kept["torch DDP again"] = kept["torch DDP"]
     names = list(steps)
     times = {name: [] for name in names}
     for k in range(args.steps // args.block):
@@ -229,7 +271,7 @@ def measure(work, precision, args, device):
             for _ in range(args.block):
                 wait()
                 start = time.perf_counter()
-                losses[name] = steps[name](batch)
+                losses[name] = steps[name](batches[name])
                 wait()
                 times[name].append((time.perf_counter() - start) * 1e3)
     median = {name: statistics.median(t) for name, t in times.items()}
@@ -240,14 +282,15 @@ def measure(work, precision, args, device):
             value /= ranks
     return [dict(work=work, precision=precision, ranks=ranks, engine=name, ms=median[name], best_ms=min(times[name]),
                  ratio=median[name] / median["torch DDP"], bytes_per_param=sent.get(name, 0.0),
-                 formula=formula(name, precision, ranks, model), peak_gib=peak.get(name, 0) / 2**30, max_norm=args.max_norm,
+                 formula=formulas[name], peak_gib=peak.get(name, 0) / 2**30, max_norm=args.max_norm,
                  loss=loss[name].item()) for name in steps]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=["bert", "resnet18"], help="models (bert resnet18)")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="beside torch DDP (all that are installed)")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="beside torch DDP (all of tp=1 that are "
+                        "installed, but plain and compiled ones)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of every engine (fp32)")
     parser.add_argument("--max-norm", type=float, default=0.0, help="clip gradients to this global norm (0: off)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per engine (30)")
@@ -256,7 +299,8 @@ def main():
     args = parser.parse_args()
     if args.engines is None:
         installed = importlib.util.find_spec("deepspeed")
-        args.engines = [name for name in ENGINES if name != "plain torch" and (installed or "deepspeed" not in name)]
+        args.engines = [name for name in ENGINES if tp_of(name) == 1 and name not in ("plain torch", "hybrid compiled")
+                        and (installed or "deepspeed" not in name)]
     with distributed() as device:
         rows = [row for work in args.work for row in measure(work, args.precision, args, device)]
         if dist.get_rank() == 0:

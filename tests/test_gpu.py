@@ -1,18 +1,22 @@
 """The contract on CUDA with NCCL: what test_contract.py compares, with the model on a GPU; one rank, and two where ranks can have
 a GPU each or NCCL (2.30 or newer) lets them share one. Skipped without a GPU. float64 takes torch's fused Adam, fp32 takes
-adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2, fsdp and gemini
-on one, too; of gemini's rows all do what moves chunks, the others a few kinds. Six minutes for ddp and zero and three for gemini
-on one H200 that all ranks share.
+adam_cuda.cu, whose own tests are in test_adam.py. ddp runs on one, two and three ranks; the others on two, zero2, fsdp, gemini and
+hybrid on one, too; of gemini's rows all do what moves chunks, the others a few kinds; what hybrid divides along tp, from
+test_hybrid.py, is at the end, on two ranks and four. Six minutes for ddp and zero and three for gemini on one H200 that all ranks
+share.
 """
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import test_contract as contract
 import test_ddp
+import test_hybrid
 import torch
 import torch.distributed as dist
 from models import (
@@ -25,9 +29,13 @@ from models import (
     global_batch,
     in_sweep,
     raises,
+    random,
     rows,
     two_groups,
 )
+from torch import nn
+
+from hybrid import Hybrid, random_states
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -38,10 +46,11 @@ def nccl_shares_gpus():
     return version.value >= 23000
 
 
-def rank_counts():
+def rank_counts(wanted=(1, 2, 3)):
+    """Those that there can be. Four on one GPU, with several process groups, is what NCCL has been seen to do."""
     if not torch.cuda.is_available():
         return [1]
-    return [1, 2, 3] if nccl_shares_gpus() else [n for n in (1, 2, 3) if n <= torch.cuda.device_count()]
+    return [n for n in wanted if nccl_shares_gpus() or n <= torch.cuda.device_count()]
 
 
 def on_cuda(function, *args, **kwargs):
@@ -53,8 +62,8 @@ def on_cuda(function, *args, **kwargs):
 
 
 def pairs(sharded=tuple(n for n in ENGINES if n != "ddp")):
-    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2, fsdp and gemini on one, too."""
-    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1), ("fsdp", 1), ("gemini", 1)]
+    """(engine, ranks): ddp on every number of ranks, the sharded ones on two, and zero2, fsdp, gemini and hybrid on one, too."""
+    found = [("ddp", n) for n in rank_counts()] + [("zero2", 1), ("fsdp", 1), ("gemini", 1), ("hybrid", 1)]
     return found + ([(name, 2) for name in sharded] if 2 in rank_counts() else [])
 
 
@@ -123,7 +132,8 @@ def fp32_beside_reference(name, kind):
         for p, q in zip(weights, reference.model.parameters(), strict=True):
             contract.close(p, q.detach(), 1e-4)
         assert_same_on_all_ranks(weights)
-        assert name == "ddp" or ranks == 1 or {"reduce_scatter", "all_gather"} <= engine.traffic.keys()
+        sent = {what.split()[-1] for what in engine.traffic}  # hybrid says along which axis, too
+        assert name == "ddp" or ranks == 1 or {"reduce_scatter", "all_gather"} <= sent, sent
 
 
 @engine_ranks_and("kind", ["plain", "awkward", "tied", "bert", "gpt2"], few=("awkward", "gpt2"))
@@ -165,11 +175,34 @@ def test_half_precision_gradients(run, name, ranks, precision):
     run(ranks, contract.half_gradients, name, precision)
 
 
-def no_host_wait(name, precision):
+class Words(nn.Module):
+    """Everything that is divided along tp, and dropout where it is whole and where it is not, without transformers, whose masks
+    wait for the device."""
+
+    PLAN = {"embedding": "embedding_rowwise", "up": "colwise", "down": "rowwise", "head": "colwise_gather_output"}
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(53, 16), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.norm, self.head, self.dropout = nn.LayerNorm(16), nn.Linear(16, 53), nn.Dropout(0.1)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids):
+        x = self.dropout(self.embedding(ids))
+        return self.head(self.norm(x + self.down(self.dropout(torch.tanh(self.up(x))))))
+
+
+def no_host_wait(name, precision, tp=1):
     """A steady step of an engine makes no call that waits for the device."""
-    engine = build_engine(name, build("plain", dtype=torch.float32), precision=precision, max_norm=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda t: 1 / (1 + t))
     batch, loss_fn = global_batch("plain", 8, dist.get_rank(), torch.float32)
+    model, knobs = build("plain", dtype=torch.float32), {}
+    if tp > 1:
+        model, knobs, batch = Words(), dict(tp=tp, plan=Words.PLAN), random(8, 5, high=53, seed=dist.get_rank() // tp)
+        loss_fn = lambda out, ids: nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten())
+    engine = build_engine(name, model, precision=precision, max_norm=1.0, **knobs)
+    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda t: 1 / (1 + t))
     for step in range(6):
         if step == 3:
             torch.cuda.synchronize()
@@ -189,7 +222,7 @@ def test_no_host_wait(run, name, ranks, precision):
     run(ranks, no_host_wait, name, precision)
 
 
-def late_collectives_and_copies(name, runs=20):
+def late_collectives_and_copies(name, runs=20, tp=1):
     """Race conditions: every collective is issued from a stream that has slept first, and so is every copy of an offloaded slice,
     one in twenty per run, each in turn. Whoever uses a result without waiting for it computes something else. Bit for bit."""
     count, delayed = 0, range(0)
@@ -222,14 +255,15 @@ def late_collectives_and_copies(name, runs=20):
 
     stream_context = torch.cuda.stream
     originals = {n: getattr(dist, n) for n in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")}
+    knobs = dict(tp=tp) if tp > 1 else {}
 
     def train():
         nonlocal count
         count = 0
         model = build("bert", dtype=torch.float32)
-        engine = build_engine(name, model, two_groups(model), precision="bf16", max_norm=0.5, lr=0.01)
+        engine = build_engine(name, model, two_groups(model), precision="bf16", max_norm=0.5, lr=0.01, **knobs)
         for step in range(5):
-            batch, _ = global_batch("bert", 8, step + 10 * dist.get_rank())
+            batch, _ = global_batch("bert", 8, step + 10 * (dist.get_rank() // tp))
             engine.forward_backward(batch, 1 + step % 2)
             engine.step()
         return contract.weights_of(engine) + [t.clone() for f in engine.fragments for t in (f.master, f.exp_avg, f.exp_avg_sq)]
@@ -539,3 +573,175 @@ def test_sync_batch_norm(run, ranks):
 @pytest.mark.parametrize("case", ["failed_backward", "two_backwards_before_a_step", "buckets_follow_arrival"])
 def test_cases_of_ddp(run, case):
     run(2, getattr(test_ddp, case))
+
+
+# ---- hybrid: what is divided along tp ----------------------------------------------------------------------------------------
+
+
+def meshes(*wanted):
+    found = rank_counts((2, 4))
+    return pytest.mark.parametrize("ranks, tp", [pytest.param(
+        ranks, tp, id=f"{ranks}ranks-tp{tp}", marks=pytest.mark.skipif(
+            ranks not in found, reason=f"needs {ranks} ranks: as many GPUs, or NCCL 2.30 to share one")) for ranks, tp in wanted])
+
+
+def in_fp32(function, *args):
+    """test_hybrid.py's with models in fp32, which adam_cuda.cu updates."""
+    with mock.patch.object(test_hybrid, "build", functools.partial(test_hybrid.build, dtype=torch.float32)):
+        function(*args)
+
+
+@meshes((2, 2), (4, 2), (4, 4))
+def test_hybrid_float64_equals_one_process(run, ranks, tp):
+    """The second step leaves the last of several copies without rows. Of four ranks two share each head of llama's keys."""
+    run(ranks, test_hybrid.beside_one_process,
+        ["bert", "bert-classes", "gpt2", "gpt2-classes", "llama", "llama-classes", "llama-mqa"], tp)
+
+
+@meshes((2, 2))
+def test_hybrid_with_the_models_own_loss(run, ranks, tp):
+    run(ranks, test_hybrid.beside_one_process, ["bert", "gpt2", "llama"], tp, with_loss_fn=False, steps=2,
+        tolerance=test_hybrid.LOSS_IN_FP32)
+
+
+def divided_fp32_beside_reference(tp, zero_stage):
+    """As `fp32_beside_reference`, and each rank's own part of every parameter."""
+    copies = dist.get_world_size() // tp
+    for kind in ("bert-classes", "gpt2", "llama-mqa"):
+        model, plain = (test_hybrid.build(kind, dtype=torch.float32) for _ in range(2))
+        reference = Reference(test_hybrid.plain_norms(plain), two_groups, 0.5, lr=0.01, eps=1e-3)
+        engine = Hybrid(model, two_groups(model), lr=0.01, eps=1e-3, max_norm=0.5, precision="fp32", tp=tp, zero_stage=zero_stage,
+                        bucket_mb=0.004)
+        assert engine.optimizer.cuda and len(engine.optimizer.chunks), "adam_cuda.cu was not used"
+        for step in range(3):
+            batch, first = test_hybrid.batch_of(kind, 4 * copies, step), 4 * engine.dp.rank
+            test_hybrid.own_loss(reference.model(**batch), batch).backward()
+            engine.forward_backward(rows(batch, first, first + 4), 2, test_hybrid.own_loss)
+            norm = reference.step()
+            engine.step()
+            contract.close(engine.grad_norm, norm, 1e-4)
+            test_hybrid.assert_parameters_equal(engine, reference.model, 1e-4)
+            assert "tp all_reduce" in engine.traffic, engine.traffic
+
+
+def counted_once_in_fp32(zero_stage):
+    """adam_cuda.cu counts, and each element once; a root of a sum is 6e-8 off in fp32."""
+    with mock.patch.object(test_hybrid, "close", lambda found, expected, _: contract.close(found, expected, 1e-7)):
+        in_fp32(test_hybrid.counted_once, zero_stage)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@meshes((2, 2), (4, 2))
+def test_hybrid_fp32_equals_one_process(run, ranks, tp, zero_stage):
+    run(ranks, divided_fp32_beside_reference, tp, zero_stage)
+    run(ranks, counted_once_in_fp32, zero_stage)
+
+
+@meshes((2, 2), (4, 4))
+def test_hybrid_overflow_on_one_rank(run, ranks, tp):
+    run(ranks, test_hybrid.overflow_on_one, tp)
+
+
+@on_two_ranks
+def test_hybrid_overflow_in_the_copy_that_is_not_counted(run):
+    run(2, test_hybrid.overflow_in_a_copy)
+
+
+def seen_with_dropout(tp, attention, recompute):
+    """{(step, what, which): tensor} of two steps. Heads of a layer are alike at first, so that ranks' contexts differ only by what
+    attention drops."""
+    model = test_hybrid.build("bert-classes", dtype=torch.float32, attn_implementation=attention,
+                              **test_hybrid.DROPOUT["bert-classes"])
+    for layer in model.bert.encoder.layer:
+        for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
+            for p in (linear.weight, linear.bias):
+                p.data = p.data[:4].repeat(4, *[1] * (p.ndim - 1))
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(100 + dist.get_rank())
+    engine = Hybrid(model.train(), precision="fp32", tp=tp)
+    seen, step, again = {}, 0, 0
+
+    def note(what, which, tensor):
+        nonlocal again
+        again += (step, what, which) in seen
+        first = seen.setdefault((step, what, which), tensor.detach().to(engine.device))
+        assert torch.equal(first, tensor.to(engine.device)), f"{what} {which}, recomputed: something else was dropped"
+
+    for k, layer in enumerate(model.bert.encoder.layer):
+        layer.register_forward_hook(lambda m, given, out, k=k: note("whole", k, out[0] if isinstance(out, tuple) else out))
+        layer.attention.output.dense.register_forward_pre_hook(lambda m, given, k=k: note("divided", k, given[0]))
+    for step in range(2):
+        engine.forward_backward(test_hybrid.batch_of("bert-classes", 2, step), loss_fn=test_hybrid.own_loss)
+        for name in engine.names:
+            note("gradient", name, engine.full_grad(name))
+        engine.step()
+        for kind, state in random_states(engine.device).items():
+            if kind != "python":
+                note("random", kind, state)
+    assert again >= 4 if recompute else again == 0, "contexts of two layers, in two steps"
+    return seen
+
+
+def dropout_along_tp(tp, attention):
+    """On the ranks of a copy all that is whole is the same bit for bit, and so are the states of both generators; other copies drop
+    otherwise. Activation checkpointing changes nothing, in no rank's part."""
+    seen, recomputed = (seen_with_dropout(tp, attention, recompute) for recompute in (False, True))
+    assert seen.keys() == recomputed.keys()
+    ranks, rank = range(dist.get_world_size()), dist.get_rank()
+    for (step, what, which), tensor in seen.items():
+        assert torch.equal(tensor, recomputed[step, what, which]), (step, what, which)
+        tensors = [torch.empty_like(tensor) for _ in ranks]
+        dist.all_gather(tensors, tensor.contiguous())
+        for other in {*ranks} - {rank}:
+            alike = what == "gradient" or other // tp == rank // tp and what != "divided"
+            assert torch.equal(tensor, tensors[other]) == alike, (step, what, which, other)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@meshes((2, 2), (4, 2))
+def test_hybrid_dropout(run, ranks, tp, attention):
+    run(ranks, dropout_along_tp, tp, attention)
+
+
+def recomputed_on_the_gpu(tp):
+    """NCCL compares the CPU's random numbers, too, if they are on the GPU."""
+    def same(tensors):
+        assert_same_on_all_ranks([t.to(torch.get_default_device()) for t in tensors])
+
+    with mock.patch.object(test_hybrid, "assert_same_on_all_ranks", same):
+        in_fp32(test_hybrid.recomputed, tp)
+
+
+@on_two_ranks
+def test_hybrid_dropout_under_activation_checkpointing(run):
+    run(2, recomputed_on_the_gpu, 2)
+
+
+@meshes((2, 2), (4, 2))
+def test_hybrid_checkpoint_resumes_bit_for_bit(run, ranks, tp, tmp_path):
+    """bf16, with dropout; tp is 2 in it."""
+    run(ranks, test_hybrid.resumed, f"{tmp_path}/run")
+
+
+def bf16_gradients_on_the_gpu(kinds, tp):
+    full_grad = Hybrid.full_grad
+    with mock.patch.object(Hybrid, "full_grad", lambda engine, name: full_grad(engine, name).to(engine.device)):
+        for kind in kinds:
+            test_hybrid.half_gradients(kind, tp)
+
+
+@meshes((2, 2), (4, 4))
+def test_hybrid_bf16_gradients(run, ranks, tp):
+    run(ranks, bf16_gradients_on_the_gpu, ["bert-classes", "llama-mqa", "gpt2"], tp)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@meshes((2, 2), (4, 2))
+def test_hybrid_waits_for_no_device(run, ranks, tp, precision):
+    run(ranks, no_host_wait, "hybrid", precision, tp)
+
+
+@meshes((2, 2), (4, 2))
+def test_hybrid_late_collectives_change_no_bit(run, ranks, tp):
+    run(ranks, late_collectives_and_copies, "hybrid", tp=tp)
