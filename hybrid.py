@@ -69,6 +69,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import socket
@@ -505,9 +506,10 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], n: int) -> None:
         raise ValueError(f"{kind}: styles {', '.join(unknown)} are not supported; supported are {', '.join(sorted(STYLES))}")
 
 
-def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, changes: list):
+def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, changes: list):
     """Leave each rank its part of the modules that the plan names; note in `changes` what modules were. Returns the layouts by
-    parameter, of those that are not simply whole, and the TensorParallel of this model. Raises ValueError, before anything has
+    parameter, of those that are not simply whole, and the TensorParallel of this model. absent: parameters that another stage has,
+    which take no memory. Raises ValueError, before anything has
     changed, for numbers that tp does not divide, unknown styles, and tied weights of which a module has no style."""
     n, prefix = tp.world_size, prefix_of(model)
     kind, config, heads, kv_heads = numbers_of(model, n)
@@ -577,16 +579,17 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, changes: list):
         isinstance(v, float) and v > 0 and "drop" in k for k, v in getattr(config, "__dict__", {}).items())
     shared = TensorParallel(tp, default_generator(tp.device), dropout)
     for p, layout in layouts.items():
-        parts = [p.data[box] for box in layout.boxes]
+        source = p.data.to("meta") if p in absent else p.data
+        parts = [source[box] for box in layout.boxes]
         dim = next((d for d in range(p.ndim) if len({(b[d].start, b[d].stop) for b in layout.boxes}) > 1), 0)
         local = torch.cat(parts, dim)
         rows = -(-layout.shape[0] // n)
         if layout.holders == 1 and local.shape[0] < rows and local.shape[1:] == p.shape[1:]:  # the vocabulary's last rows: zeros
             local = torch.cat([local, local.new_zeros(rows - local.shape[0], *local.shape[1:])])
-        p.data = local.clone(memory_format=torch.contiguous_format)
+        p.data = blank(p).expand(local.shape) if p in absent else local.clone(memory_format=torch.contiguous_format)
     for name, module in modules.items():
         style = styles[name]
-        if style == "replicated_with_grad_allreduce":
+        if style == "replicated_with_grad_allreduce" or isinstance(module, AbsentEmbedding):
             continue
         base = VocabParallel if style == "embedding_rowwise" else RowParallel if "rowwise" in style else ColumnParallel
         whole = layouts[module.weight].shape
@@ -667,6 +670,326 @@ def fuse_norms(model: nn.Module, changes: list) -> None:
             module._offset, module._eps = found[0], eps
 
 
+# ---- pipeline parallelism: blocks dealt out in stages --------------------------------------------------------------------
+#
+# Rank p of P has the blocks of stage p, and with C chunks those of the stages p, p + P, ...; forward goes up the stages, backward
+# comes down. Every rank runs the model's own forward on the whole micro-batch: masks and positions are its own; blocks of earlier
+# stages hand their input on, the last of them what has been received; behind its last block a stage leaves forward. Of the modules
+# outside the blocks, those before them belong to the first stage and those behind to the last; elsewhere they have no memory.
+#
+#     1F1B, 3 ranks, 4 micro-batches      rank 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3        a rank runs ahead of its backward by
+#     (F forward, B backward, .. idle)    rank 1      F0 F1 .. B0 F2 B1 F3 B2 .. B3           as many forwards as stages follow:
+#                                         rank 2         F0 B0 F1 B1 F2 B2 F3 B3              rank 0 keeps P activations, not M
+#
+# Idle are P - 1 of M + P - 1 turns; with C chunks turns are 1/C as long, and the P - 1 idle ones with them. (1F1B: PipeDream-Flush,
+# arXiv:2006.09503, §3; interleaved: arXiv:2104.04473, §2.2.)
+
+
+def schedule(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[tuple[str, int, int]]]:
+    """Each rank's tasks in order: ("F" or "B", stage, micro-batch). With chunks, P micro-batches go through a rank's first stage,
+    then the same P through its second, ...; for other than multiples of P the missing ones are left out of the order for more."""
+    padded = -(-micro_batches // ranks) * ranks if chunks > 1 else micro_batches
+    lists = []
+    for rank in range(ranks):
+        ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+        turns = []
+        for turn in range(padded * chunks):
+            group, place = divmod(turn, ranks * chunks)
+            chunk, k = divmod(place, ranks) if chunks > 1 else (0, place % ranks)
+            turns.append((chunk, group * ranks + k) if chunks > 1 else (0, turn))
+        forward = [("F", chunk * ranks + rank, k) for chunk, k in turns]
+        backward = [("B", (chunks - 1 - chunk) * ranks + rank, k) for chunk, k in turns]
+        ahead = min(ahead, len(turns))
+        tasks = forward[:ahead]
+        for f, b in zip(forward[ahead:], backward):
+            tasks += [f, b]
+        tasks += backward[len(turns) - ahead :]
+        lists.append([task for task in tasks if task[2] < micro_batches])
+    return lists
+
+
+class StageEnd(Exception):
+    """Leaves the model's forward behind the last block of a stage."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+
+class Staged:
+    """In the class of a block: it runs in its own stage; in later ones it hands on, in earlier ones forward ends here."""
+
+    def __call__(self, *args, **kwargs):
+        return self._pipeline.block(self, super().__call__, args, kwargs)
+
+
+class AbsentEmbedding(nn.Embedding):
+    """In the class of an embedding that another stage has. What depends on it is NaN, and dropped where blocks begin."""
+
+    def forward(self, ids):
+        return blank(self.weight).expand(*ids.shape, self.embedding_dim)
+
+
+def blank(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """One element that stands for all of a parameter that another stage has; whoever should compute with it sees NaN."""
+    dtype = dtype or p.dtype
+    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=p.device)
+
+
+class Pipeline:
+    """The pp axis at work: which stage has what, and what goes on between neighbours."""
+
+    def __init__(self, axis: Axis, model: nn.Module, plan: Mapping[str, str], chunks: int, changes: list):
+        self.axis, self.chunks, self.stages = axis, chunks, axis.world_size * chunks
+        self.own = range(axis.rank, self.stages, axis.world_size)
+        self.name, blocks = block_list(model, plan)
+        self.begins = [-(-len(blocks) * stage // self.stages) for stage in range(self.stages + 1)]  # the earlier ones have more
+        self.running = self.received = None  # the stage whose forward is being run, and what came from the one before
+        self.in_tuples = False  # do blocks return tuples? Known to the first stage, which tells the next
+        self.known: dict[tuple, tuple] = {}  # (stage, shapes of a micro-batch) -> what is sent from it to the next
+        self.coming: dict[tuple, tuple] = {}  # (kind, stage, micro-batch) -> (tensor, work) of what has been asked for ahead
+        self.sending: list[tuple] = []
+        stage_of = self._stages_by_module(model, plan)
+        holders: dict[nn.Parameter, set[int]] = {}
+        for name, module in model.named_modules():
+            for p in module.parameters(recurse=False):
+                holders.setdefault(p, set()).add(stage_of[name])
+        of_rank = lambda stages: {stage % axis.world_size for stage in stages}
+        self.absent = {p for p, stages in holders.items() if axis.rank not in of_rank(stages)}
+        # Weights that several ranks use, as a head tied to the embedding: each has them, and their gradients are added up.
+        self.shared = {p: tuple(sorted(of_rank(stages))) for p, stages in holders.items() if len(of_rank(stages)) > 1}
+        for name, module in model.named_modules():
+            inside = name.startswith(self.name + ".")
+            if name.removeprefix(self.name + ".").isdecimal():
+                changes.append((module, "__class__", type(module)))
+                module.__class__ = mixed(Staged, type(module))
+                object.__setattr__(module, "_pipeline", self)
+                module._block = blocks.index(module)
+            elif not inside and stage_of[name] not in self.own and any(p in self.absent for p in module.parameters(recurse=False)):
+                if isinstance(module, nn.Embedding):
+                    changes.append((module, "__class__", type(module)))
+                    module.__class__ = mixed(type(module), AbsentEmbedding)
+                object.__setattr__(module, "_elsewhere", (name, stage_of[name]))
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):  # a cache would hold the keys and values of a rank's own blocks alone
+            changes.append((config, "use_cache", True))
+            config.use_cache = False
+        for p in self.absent:
+            p.data = blank(p).expand(p.shape)
+        self._connect()
+
+    def _stages_by_module(self, model, plan) -> dict[str, int]:
+        """Module name -> stage. Outside of the blocks, the first or the last, by the order in which modules are registered, or by
+        transformers' base_model_pp_plan, where the config declares one."""
+        prefix, names = prefix_of(model), [name for name, _ in model.named_modules()]
+        config, at = getattr(model, "config", None), names.index(self.name)
+        behind = set(BEHIND.get(getattr(config, "model_type", None), ()))
+        declared = list(getattr(config, "base_model_pp_plan", None) or {})
+        if self.name.removeprefix(prefix) in declared:
+            behind.update(declared[declared.index(self.name.removeprefix(prefix)) + 1 :])
+        stages = {}
+        for k, name in enumerate(names):
+            block = name.removeprefix(self.name + ".").partition(".")[0]
+            if name.startswith(self.name + ".") and block.isdecimal():
+                stages[name] = next(s for s in range(self.stages) if self.begins[s] <= int(block) < self.begins[s + 1])
+            else:
+                last = k > at or any(f"{name}.".startswith(f"{prefix}{other}.") for other in behind)
+                stages[name] = self.stages - 1 if last else 0
+        return stages
+
+    # -- one stage's forward --
+
+    def block(self, block: nn.Module, run, args: tuple, kwargs: dict):
+        if self.running is None:
+            raise RuntimeError("the model is divided into stages: call engine.forward_backward(batch), or engine(...) under "
+                               "torch.no_grad()")
+        stage, index = self.running, block._block
+        begin, end = self.begins[stage : stage + 2]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if begin <= index < end:
+            output = run(*args, **kwargs)
+            self.in_tuples = isinstance(output, tuple)
+            hidden = output[0] if self.in_tuples else output
+        else:
+            if index == begin - 1:
+                hidden, self.received = self.received, None
+            output = (hidden,) if self.in_tuples else hidden
+        if index != end - 1 or stage == self.stages - 1:
+            return output
+        beside = (args[1:], {key: x for key, x in kwargs.items() if key != "hidden_states"})
+        if more := [x for x in tensors_in(beside) if x.requires_grad]:
+            raise RuntimeError(f"{type(block).__mro__[2].__name__} is given {len(more)} tensors beside hidden states that "
+                               "depend on weights; between stages go hidden states alone, so this model needs pp=1")
+        raise StageEnd(hidden)
+
+    def forward(self, stage: int, received: Tensor | None, run):
+        """run() is the model's forward and, on the last stage, the loss. Returns what it returns, or the stage's hidden states."""
+        self.running, self.received = stage, received
+        try:
+            output = run()
+        except StageEnd as end:
+            output = end.hidden
+        else:
+            if stage < self.stages - 1:
+                raise RuntimeError(f"on stage {stage} of {self.stages} forward came to its end without the blocks that follow")
+        finally:
+            self.running = None
+        if self.received is not None:
+            raise RuntimeError(f"forward did not pass block {self.begins[stage] - 1}, behind which stage {stage} begins")
+        return output
+
+    def check_present(self, name: str, stage: int) -> None:
+        """A module that another stage has is being run. That is well while forward has not come to the own blocks."""
+        if self.running is not None and not (stage == 0 < self.running and self.received is not None):
+            raise RuntimeError(f"{name} is on stage {stage}, but forward reads it on stage {self.running} of {self.stages}: "
+                               "this model needs pp=1")
+
+    # -- between neighbours --
+
+    def _connect(self) -> None:
+        """Make the lines: for each direction a group of its own, so that what goes up never waits for what comes down; one more
+        each between the last rank and the first, of which P = 2 has no other pair. Neighbours meet once, in order: NCCL makes a
+        connection when it is first used, and then waits for both ends."""
+        pp, world = self.axis, dist.get_world_size()
+        members = [None] * world
+        dist.all_gather_object(members, sorted(dist.get_process_group_ranks(pp.group)))
+        self.groups = {}
+        for line in itertools.product((1, -1), (False, True) if self.chunks > 1 else (False,)):
+            for ranks in sorted(map(list, {tuple(ranks) for ranks in members})):
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    self.groups[line] = group
+        for stage in range(min(self.stages, pp.world_size + 1) - 1):
+            for source, to in ((stage, stage + 1), (stage + 1, stage)):
+                if source % pp.world_size == pp.rank:
+                    self.send(torch.zeros(1, device=pp.device), source, to)
+                if to % pp.world_size == pp.rank:
+                    self._receive((1,), torch.float32, source, to)[1].wait()
+        self.finish()
+
+    def _line(self, source: int, to: int):
+        return self.groups[to - source, max(source, to) % self.axis.world_size == 0]
+
+    def send(self, x: Tensor, source: int, to: int) -> None:
+        # before: this rank has x.  after: so has the rank of the next stage, or of the one before.
+        # sends: x's bytes, while this rank goes on; x is kept until `finish`, or until it has arrived.
+        self.sending = [(work, kept) for work, kept in self.sending if not work.is_completed()]
+        x = x.detach().contiguous()
+        x = x.cpu() if self.axis.by_hand else x
+        self.axis._count("send", x.numel() * x.element_size())
+        self.sending.append((dist.isend(x, group=self._line(source, to), group_dst=to % self.axis.world_size), x))
+
+    def _receive(self, shape, dtype: torch.dtype, source: int, to: int) -> tuple[Tensor, dist.Work]:
+        x = torch.empty(shape, dtype=dtype, device="cpu" if self.axis.by_hand else self.axis.device)
+        return x, dist.irecv(x, group=self._line(source, to), group_src=source % self.axis.world_size)
+
+    def _arrived(self, coming) -> Tensor:
+        x, work = coming
+        work.wait()
+        return x.to(self.axis.device)
+
+    def send_hidden(self, hidden: Tensor, stage: int, shapes: tuple) -> None:
+        """To the next stage. The first time that a micro-batch has these shapes, a header goes ahead: dims, dtype, does it want a
+        gradient back, do blocks return tuples. Both ends remember, so later ones come without, and nobody waits for a header."""
+        header = [hidden.ndim, *hidden.shape, CODES.index(hidden.dtype), hidden.requires_grad, self.in_tuples]
+        known = self.known.setdefault((stage, shapes), header)
+        if known is header:
+            padded = torch.tensor(header + [0] * (16 - len(header)), dtype=torch.int64, device=self.axis.device)
+            self.send(padded, stage, stage + 1)
+        elif known != header:
+            raise RuntimeError(f"stage {stage} sends {header} where a micro-batch of the same shapes gave {known} before")
+        self.send(hidden, stage, stage + 1)
+
+    def expect_hidden(self, stage: int, k: int, shapes: tuple) -> None:
+        """Ask for what comes from the stage before ahead of time, if it is known what that will be."""
+        if (stage - 1, shapes) in self.known and ("F", stage, k) not in self.coming:
+            ndim, *rest = self.known[stage - 1, shapes]
+            self.coming["F", stage, k] = self._receive(rest[:ndim], CODES[rest[ndim]], stage - 1, stage)
+
+    def receive_hidden(self, stage: int, k: int, shapes: tuple) -> Tensor:
+        if (stage - 1, shapes) not in self.known:
+            header = self._arrived(self._receive((16,), torch.int64, stage - 1, stage)).tolist()
+            self.known[stage - 1, shapes] = header[: header[0] + 4]
+        self.expect_hidden(stage, k, shapes)
+        *_, wants_grad, in_tuples = self.known[stage - 1, shapes]
+        self.in_tuples = bool(in_tuples)
+        return self._arrived(self.coming.pop(("F", stage, k))).requires_grad_(bool(wants_grad) and torch.is_grad_enabled())
+
+    def expect_grad(self, stage: int, k: int, hidden: Tensor) -> None:
+        if ("B", stage, k) not in self.coming:
+            self.coming["B", stage, k] = self._receive(hidden.shape, hidden.dtype, stage + 1, stage)
+
+    def receive_grad(self, stage: int, k: int, hidden: Tensor) -> Tensor:
+        self.expect_grad(stage, k, hidden)
+        return self._arrived(self.coming.pop(("B", stage, k)))
+
+    def send_grad(self, received: Tensor, stage: int) -> None:
+        self.send(torch.zeros_like(received) if received.grad is None else received.grad, stage, stage - 1)
+
+    def finish(self) -> None:
+        """Until everything sent has left."""
+        for work, _ in self.sending:
+            work.wait()
+        self.sending = []
+
+    def to_all(self, output):
+        """The last stage's output, whatever it is made of, on every rank of the axis."""
+        pp, tensors, last = self.axis, [], self.axis.world_size - 1
+        if pp.rank == last:
+            file = io.BytesIO()
+            pickler = pickle.Pickler(file)
+            pickler.persistent_id = lambda x: self._note(x, tensors) if isinstance(x, Tensor) else None
+            pickler.dump(output)
+            parcel = [(file.getvalue(), [(tuple(x.shape), x.dtype) for x in tensors])]
+        else:
+            parcel = [None]
+        # before: the last stage has the output.  after: all have what it is made of, and then its tensors.
+        # sends: all of it, of divided logits this rank's part; everybody waits.
+        dist.broadcast_object_list(parcel, group=pp.group, group_src=last, device=pp.device)
+        data, about = parcel[0]
+        tensors = tensors or [torch.empty(shape, dtype=dtype, device=pp.device) for shape, dtype in about]
+        for x in tensors:
+            if x.numel():
+                dist.broadcast(as_bytes(x.view(-1)), group=pp.group, group_src=last)
+        if pp.rank == last:
+            return output
+        unpickler = pickle.Unpickler(io.BytesIO(data))
+        tp = pp.engine().tp
+        unpickler.persistent_load = lambda about: (
+            tensors[about[0]] if about[1] is None else ShardedLogits.of(tensors[about[0]], tp, about[1]))
+        return unpickler.load()
+
+    def _note(self, x: Tensor, tensors: list) -> tuple[int, int | None]:
+        whole = x.whole if isinstance(x, ShardedLogits) else None
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors.append(x.as_subclass(Tensor).detach().contiguous())
+        return len(tensors) - 1, whole
+
+
+CODES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+BEHIND = {}  # model type -> modules of the base model that are registered before the blocks, but run behind them
+
+
+def block_list(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, list[nn.Module]]:
+    """The list of blocks that the plan names, and its name."""
+    names = {generic(name).partition(".*.")[0] for name in plan if ".*." in generic(name)}
+    lists = [name for name in names if isinstance(dict(model.named_modules()).get(name), nn.ModuleList)]
+    if len(lists) != 1:
+        raise ValueError(f"pipelines need one list of blocks; the plan of {type(model).__name__} names "
+                         f"{', '.join(sorted(names)) or 'none'}")
+    return lists[0], list(model.get_submodule(lists[0]))
+
+
+def tensors_in(x) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    return [t for value in values for t in tensors_in(value)]
+
+
+def shapes_in(x) -> tuple:
+    return tuple(tuple(t.shape) for t in tensors_in(x))
+
+
 # ---- the engine ------------------------------------------------------------------------------------------------------------
 
 
@@ -681,8 +1004,7 @@ class Bucket:
     own: slice
     master: Tensor  # (S,); the own slice of `weights` itself where that is precise enough
     grads: Tensor  # (N*S,) gradients of this rank
-    holders: int  # ranks of the tp axis that have the same parameters
-    partial: bool  # whose gradients they must add up
+    sums: "list[Axis]"  # groups of ranks that have the same parameters and find parts of their gradients
     counted: bool  # is this rank the one that counts them in the norm?
     owned: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # the optimizer's part; place in the slice
     missing: int = 0  # gradients of this backward that have not arrived yet
@@ -711,8 +1033,8 @@ class Hybrid:
 
     def __init__(self, model: nn.Module, params=None, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
                  adamw=True, precision="bf16", max_norm=0.0, initial_scale=2.0**16, growth_interval=2000, min_scale=1.0,
-                 max_scale=2.0**24, tp=1, pp=1, sp=1, zero_stage=1, plan=None, bucket_mb=25.0, overlap_gather=True,
-                 compile=False):
+                 max_scale=2.0**24, tp=1, pp=1, sp=1, schedule="1f1b", chunks=2, zero_stage=1, plan=None, bucket_mb=25.0,
+                 overlap_gather=True, compile=False):
         if precision not in HALF:
             raise ValueError(f"precision must be one of {', '.join(HALF)}, got {precision!r}")
         if growth_interval < 1:
@@ -724,8 +1046,14 @@ class Hybrid:
         for name, size in (("tp", tp), ("pp", pp), ("sp", sp)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a number of ranks, 1 or more, got {size!r}")
-        if (pp, sp) != (1, 1):
-            raise NotImplementedError("pipelines (pp) and sequence parallelism (sp) are not in hybrid.py yet")
+        if sp != 1:
+            raise NotImplementedError("sequence parallelism (sp) is not in hybrid.py yet")
+        if schedule not in ("1f1b", "interleaved"):
+            raise ValueError(f"schedule must be 1f1b or interleaved, got {schedule!r}")
+        if not isinstance(chunks, int) or chunks < 2:
+            raise ValueError(f"chunks must be a number of stages on each rank, 2 or more, got {chunks!r}")
+        if schedule == "interleaved" and pp == 1:
+            raise ValueError("schedule interleaved needs a pipeline: pp=2 or more")
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         if self.world_size % (tp * pp * sp):
@@ -746,12 +1074,16 @@ class Hybrid:
             if strays := sorted(plan.keys() - names):
                 raise ValueError(f"the plan names {', '.join(strays[:5])}, which {type(model).__name__} does not have")
         plan = plan_of(model) if plan is None else dict(plan)
-        if tp > 1 and not plan:
-            raise ValueError(f"{type(model).__name__} has no plan, so tp must be 1; there are plans for {', '.join(PLANS)} and for "
-                             "the models of transformers whose config declares one, or give plan={name: style}")
-
+        if tp * pp > 1 and not plan:
+            raise ValueError(f"{type(model).__name__} has no plan, so tp and pp must be 1; there are plans for "
+                             f"{', '.join(PLANS)} and for the models of transformers whose config declares one, or give "
+                             "plan={name: style}")
         if tp > 1:
             check_plan(model, plan, tp)
+        if pp > 1:
+            block_list(model, plan)
+            if names := [n for n, _ in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]:
+                raise ValueError(f"running statistics are not supported with pp > 1: {', '.join(names[:3])}")
 
         self.scaler = LossScale(self.device, initial_scale if precision == "fp16" else 1.0, precision == "fp16",
                                 growth_interval, min_scale, max_scale)
@@ -762,10 +1094,10 @@ class Hybrid:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self.axes = make_mesh(self, dict(dp=self.world_size // (tp * pp * sp), pp=pp, sp=sp, tp=tp))
         self.world = Axis(self, "world", self.world_size, self.rank, None)
-        self.dp, self.tp = self.axes["dp"], self.axes["tp"]
+        self.dp, self.pp, self.tp = self.axes["dp"], self.axes["pp"], self.axes["tp"]
         self._slices = self.dp if zero_stage else Axis(self, "dp", 1, 0, None)  # between whom buckets are cut into slices
         self._check_same_model((precision, max_norm, adamw, initial_scale, growth_interval, min_scale, max_scale, tp, pp, sp,
-                                zero_stage, bucket_mb, sorted(plan.items()), bool(self.optimizer.cuda)))
+                                schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), bool(self.optimizer.cuda)))
         if (let_go := ENGINES.pop(model, lambda: None)()) is not None:
             let_go()
         # before: every rank has its own initial values.  after: all have those of rank 0.
@@ -774,9 +1106,14 @@ class Hybrid:
             self._broadcast(t.data)
         self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         self.changes: list[tuple] = []  # (module, attribute, what it was): made to the model, and taken back by `_let_go`
-        self.layouts, self._tensor_parallel = {}, None
+        self.layouts, self._tensor_parallel, self.pipeline = {}, None, None
+        self._absent, self._shared = set(), {}
+        if pp > 1:
+            self.pipeline = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
+            self._absent, self._shared = self.pipeline.absent, self.pipeline.shared
+        self.chunks = self.pipeline.chunks if self.pipeline else 1
         if tp > 1:
-            self.layouts, self._tensor_parallel = divide(model, plan, self.tp, self.changes)
+            self.layouts, self._tensor_parallel = divide(model, plan, self.tp, self._absent, self.changes)
             self._same_random_numbers()
         fuse_norms(model, self.changes)
         self._holders = {1: Axis(self, "tp", 1, 0, None), tp: self.tp}  # by size: neighbours on the tp axis with the same part
@@ -786,6 +1123,7 @@ class Hybrid:
                 neighbours = range(first, first + size)
                 groups |= dict.fromkeys(neighbours, dist.new_group([*neighbours]))
             self._holders[size] = Axis(self, "tp", size, self.rank % size, groups[self.rank])
+        self._sharing = {stages: self._stages_axis(stages) for stages in sorted(set(self._shared.values()))}
         hooks = self._cast_model()
         self._lay_out_buckets()
         self._lay_out_running_statistics()
@@ -826,6 +1164,16 @@ class Hybrid:
             dist.broadcast(state, src=ranks[0], group=self.tp.group)
             generator.set_state(state.cpu())
 
+    def _stages_axis(self, stages: tuple[int, ...]) -> Axis | None:
+        """The ranks with these coordinates on the pp axis, all else equal; None if this rank is not one of them."""
+        stride, own = self.axes["sp"].world_size * self.tp.world_size, None
+        for first in range(self.world_size):
+            if first // stride % self.pp.world_size == 0:
+                ranks = [first + stage * stride for stage in stages]
+                group = dist.new_group(ranks)
+                own = group if self.rank in ranks else own
+        return Axis(self, "pp", len(stages), stages.index(self.pp.rank), own) if self.pp.rank in stages else None
+
     def layout(self, p: nn.Parameter) -> Layout:
         """Which part of it this rank's tensor is."""
         return self.layouts.get(p) or whole_layout(p, self.tp.world_size)
@@ -844,7 +1192,9 @@ class Hybrid:
             for p in module.parameters(recurse=False):
                 if p.is_floating_point() and p in self._index:
                     self._dtypes[self._index[p]] = self.half
-                elif p.is_floating_point():
+                if p in self._absent and p.is_floating_point():
+                    p.data = blank(p, self.half).expand(p.shape)
+                elif p.is_floating_point() and p not in self._index:
                     p.data = p.data.to(self.half)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
@@ -856,8 +1206,10 @@ class Hybrid:
         the weights there, and take the own slices' masters from the weights as they were before the cast."""
         open_, closed, size_bytes = {}, [], {}
         for i in reversed(range(len(self.params))):
+            if self.params[i] in self._absent:
+                continue
             layout, dtype = self.layout(self.params[i]), self._dtypes[i]
-            key = dtype, layout.holders, layout.partial
+            key = dtype, layout.holders, layout.partial, self._shared.get(self.params[i], ())
             p_bytes = aligned(self.params[i].numel()) * dtype.itemsize
             if open_.get(key) and size_bytes[key] + p_bytes > self.bucket_bytes:
                 closed.append((key, open_.pop(key)))
@@ -865,11 +1217,11 @@ class Hybrid:
                 size_bytes[key] = 0
             open_.setdefault(key, []).append(i)
             size_bytes[key] += p_bytes
-        self._bucket_of = [0] * len(self.params)
+        self._bucket_of: list[int | None] = [None] * len(self.params)  # None: another stage has the parameter
         self.fragments: list[Fragment] = []
         lists = sorted(closed + list(open_.items()), key=lambda entry: -max(entry[1]))
-        for (_, holders, partial), indices in lists:
-            self.buckets.append(self._make_bucket(indices, holders, partial, part=len(lists) - 1 - len(self.buckets)))
+        for (_, *kind), indices in lists:
+            self.buckets.append(self._make_bucket(indices, *kind, part=len(lists) - 1 - len(self.buckets)))
         self._received = {}
         for b in self.buckets:
             if self._slices.by_hand:
@@ -887,7 +1239,7 @@ class Hybrid:
     def _bucket_of_part(self, part: int) -> Bucket:
         return self.buckets[len(self.buckets) - 1 - part]
 
-    def _make_bucket(self, indices: list[int], holders: int, partial: bool, part: int) -> Bucket:
+    def _make_bucket(self, indices: list[int], holders: int, partial: bool, stages: tuple, part: int) -> Bucket:
         starts, numel = {}, 0
         for i in indices:
             starts[i] = numel
@@ -901,8 +1253,10 @@ class Hybrid:
         master_dtype = torch.float32 if dtype == self.half else dtype
         needs_master = master_dtype != dtype
         master = torch.zeros(slice_numel, dtype=master_dtype, device=self.device) if needs_master else weights[own]
-        counted = self.tp.rank % holders == 0 and (self._slices is self.dp or self.dp.rank == 0)
-        bucket = Bucket(weights, starts, views, own, master, torch.zeros_like(weights), holders, partial, counted)
+        sums = ([self._holders[holders]] if partial else []) + ([self._sharing[stages]] if stages else [])
+        counted = (self.tp.rank % holders == 0 and (self._slices is self.dp or self.dp.rank == 0)
+                   and (not stages or self.pp.rank == stages[0]))
+        bucket = Bucket(weights, starts, views, own, master, torch.zeros_like(weights), sums, counted)
         moments = [torch.zeros_like(master) for _ in range(2)]
         for i, start in starts.items():
             p, layout = self.params[i], self.layout(self.params[i])
@@ -971,6 +1325,28 @@ class Hybrid:
     # ---- 1. forward: a weight is waited for when it is read ----------------------------------------------------------
 
     def __call__(self, *args, **kwargs):
+        """Forward. With a pipeline under no_grad alone, on all its ranks with the same input: each gets the last stage's output."""
+        if self.pipeline is None:
+            return self._forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise RuntimeError("with a pipeline forward and backward of a batch go together: call engine.forward_backward(batch), "
+                               "or engine(...) under torch.no_grad()")
+        output = None
+        for stage in self.pipeline.own:
+            output = self._forward_stage(stage, 0, shapes_in((args, kwargs)), lambda: self._forward(*args, **kwargs))[1]
+        self.pipeline.finish()
+        return self.pipeline.to_all(output)
+
+    def _forward_stage(self, stage: int, k: int, shapes: tuple, run) -> tuple[Tensor | None, Tensor]:
+        """What came from the stage before, and what `run` makes of it, which the next stage is sent."""
+        line, shapes = self.pipeline, (shapes, torch.is_grad_enabled(), self._model.training)
+        received = line.receive_hidden(stage, k, shapes) if stage else None
+        output = line.forward(stage, received, run)
+        if stage < line.stages - 1:
+            line.send_hidden(output, stage, shapes)
+        return received, output
+
+    def _forward(self, *args, **kwargs):
         try:
             return self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except BaseException:
@@ -986,6 +1362,8 @@ class Hybrid:
 
     def _before_module(self, module: nn.Module) -> None:
         """A module's forward begins: its own parameters must be there, even if it hands them to code that torch does not see."""
+        if self.pipeline is not None and (elsewhere := module.__dict__.get("_elsewhere")):
+            self.pipeline.check_present(*elsewhere)
         if torch.compiler.is_compiling():
             self._asks_nobody = True  # torch.compile is following this code, and does so after its own has run
         else:
@@ -1041,26 +1419,41 @@ class Hybrid:
             # sends: 2(N-1)/N * 8 bytes; needed when the first backward starts, so it overlaps with the first forward.
             total_work = self.dp.all_reduce(total, async_op=True)
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-            for k in range(micro_batches):
-                mine, last = k < len(pieces), k == micro_batches - 1  # a rank may have fewer pieces than the others
-                if mine:
-                    loss = model_loss(self, pieces[k], loss_fn)
-                if k == 0:
+            tasks = schedule(self.pp.world_size, micro_batches, self.chunks)[self.pp.rank]
+            held: dict[tuple, tuple] = {}  # (stage, micro-batch) -> (input, output), from its forward to its backward
+            shapes, first, last_stage = [shapes_in(piece) for piece in pieces], True, self.pp.world_size * self.chunks - 1
+            for turn, (kind, stage, k) in enumerate(tasks):
+                mine, last = k < len(pieces), turn == len(tasks) - 1  # a copy may have fewer pieces than the others
+                if kind == "F" and mine:
+                    run = functools.partial(model_loss, self._forward, pieces[k], loss_fn)
+                    held[stage, k] = self._forward_stage(stage, k, shapes[k], run) if self.pipeline else (None, run())
+                    continue
+                received, output = held.pop((stage, k), (None, None))
+                if first:
                     wait(total_work)
-                if mine:
+                    first = False
+                if mine and stage == last_stage:
                     share = torch.where(total > 0, counts[k] / total, 0.0)
-                    loss_sum += torch.where(share > 0, loss.detach().double() * share, 0.0)  # a mean over no labels is NaN
+                    loss_sum += torch.where(share > 0, output.detach().double() * share, 0.0)  # a mean over no labels is NaN
                 if last:
                     # before: each rank has the weighted losses of its own pieces.  after: all have the sum.
                     # sends: 2(N-1)/N * 8 bytes while the last backward runs.
                     loss_work = self.dp.all_reduce(loss_sum, async_op=True)
                 with contextlib.nullcontext() if last else self.no_sync():
-                    if mine:
-                        self._backward(loss, share)
-                    else:  # its gradients are zeros, but the others wait for them
-                        self._begin_backward()
-                        self._end_backward()
+                    if mine and stage == last_stage:
+                        self._backward(output, share)
+                    elif mine:
+                        self._backward_stage(stage, k, output)
+                    elif last:  # its gradients are zeros, but the others wait for them
+                        self._propagate(None, None)
+                if received is not None and received.requires_grad:
+                    self.pipeline.send_grad(received, stage)
             wait(loss_work)
+            if self.pipeline:
+                self.pipeline.finish()
+                self._sum_shared()
+                # before: the last stage has the loss, the others 0.  after: all have it.  sends: 2(N-1)/N * 8 bytes; all wait.
+                self.pp.all_reduce(loss_sum)
         in_float64 = self.params and self.params[0].dtype == torch.float64  # as full_grad: fp32 but for float64 models
         return loss_sum if in_float64 else loss_sum.float()
 
@@ -1070,6 +1463,8 @@ class Hybrid:
         """Backward of this copy's mean loss; copies count 1/N each. For a loop of your own, with `no_sync` around all but
         the last micro-batch; there, dividing by the number of micro-batches is yours. An exception discards what has
         accumulated."""
+        if self.pipeline:
+            raise RuntimeError("with a pipeline forward and backward of a batch go together: call engine.forward_backward(batch)")
         with self._discard_on_error():
             self._backward(loss, 1.0 / self.dp.world_size)
 
@@ -1109,8 +1504,17 @@ class Hybrid:
             raise ValueError(f"backward needs a scalar loss, got shape {tuple(loss.shape)}")
         if loss.dtype in (torch.bfloat16, torch.float16):
             loss = loss.float()  # fp16 ends at 65504, and the first scale is 65536
+        self._propagate(loss, (self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
+
+    def _backward_stage(self, stage: int, k: int, hidden: Tensor) -> None:
+        """Backward of a stage that is not the last: the gradient of what it has sent comes back, scaled and weighted already."""
+        grad = self.pipeline.receive_grad(stage, k, hidden) if hidden.requires_grad else None
+        self._propagate(hidden if hidden.requires_grad else None, grad)
+
+    def _propagate(self, output: Tensor | None, grad: Tensor | None) -> None:
         self._begin_backward()
-        loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
+        if output is not None:
+            output.backward(gradient=grad)
         self._end_backward()
 
     def _begin_backward(self) -> None:
@@ -1126,7 +1530,7 @@ class Hybrid:
             for bucket in self.buckets:
                 bucket.grads[: bucket.own.start].zero_()
                 bucket.grads[bucket.own.stop :].zero_()
-                if bucket.partial and self._holders[bucket.holders].rank > 0 or self._slices is not self.dp and self.dp.rank > 0:
+                if any(axis.rank for axis in bucket.sums) or self._slices is not self.dp and self.dp.rank > 0:
                     bucket.shard.zero_()  # the others have it, too, and it will be added up again
             self._reduced = False
         for bucket in self.buckets:
@@ -1137,7 +1541,7 @@ class Hybrid:
 
     def _check_not_moved(self) -> None:
         for i, p in enumerate(self.params):
-            if p.data_ptr() != self.buckets[self._bucket_of[i]].views[i].data_ptr():
+            if self._bucket_of[i] is not None and p.data_ptr() != self.buckets[self._bucket_of[i]].views[i].data_ptr():
                 raise RuntimeError(f"{self.names[i]} has moved since the engine was built, as by module.to(): "
                                    "move the model before")
 
@@ -1207,10 +1611,20 @@ class Hybrid:
         self._in_flight.remove(bucket)
         summing, bucket.summing = bucket.summing, None
         wait(summing)
-        if bucket.partial:
-            # before: each holder has the part of the gradient that its heads give.  after: all have the sum.
-            # sends: 2(H-1)/H of the slice's bytes, H the holders; backward is through or goes on when it comes.
-            self._holders[bucket.holders].all_reduce(bucket.shard)
+        for axis in bucket.sums:
+            if axis.name == "tp":
+                # before: each holder has the part of the gradient that its heads give.  after: all have the sum.
+                # sends: 2(H-1)/H of the slice's bytes, H the holders; backward is through or goes on when it comes.
+                axis.all_reduce(bucket.shard)
+
+    def _sum_shared(self) -> None:
+        """Weights that several stages use, as an embedding tied to the head. Last of all, when no stage waits for another one."""
+        for bucket in self.buckets:
+            for axis in bucket.sums:
+                if axis.name == "pp":
+                    # before: each of these stages has its part of the gradient.  after: all have the sum.
+                    # sends: 2(H-1)/H of the slice's bytes, H the stages; they wait.
+                    axis.all_reduce(bucket.shard)
 
     def _end_backward(self) -> None:
         """Autograd is through. Send the buckets that still miss a gradient, which will not come, and those queued behind them,
@@ -1232,6 +1646,7 @@ class Hybrid:
                 bucket.launched = False
             self._launched = 0
             self._end_backward()
+            self._sum_shared()
             self._sync = before
 
     # ---- 3. step -----------------------------------------------------------------------------------------------------
@@ -1433,7 +1848,8 @@ class Hybrid:
     def kept(self) -> "list[Fragment]":
         """What a checkpoint holds beside what is trained: frozen parameters, and the buffers that are in the state dict."""
         trained, persistent = set(self.names), refuse_extra_state(self._model.state_dict())
-        frozen = [(n, p, self.layout(p)) for n, p in self._model.named_parameters() if n not in trained]
+        frozen = [(n, p, self.layout(p)) for n, p in self._model.named_parameters()
+                  if n not in trained and p not in self._absent]
         kept = [Fragment(n, FROZEN, layout.shape, layout.boxes, 0, layout.numel, p.data.view(-1)[: layout.numel])
                 for n, p, layout in frozen]
         buffers = [(n, b) for n, b in self._model.named_buffers() if n in persistent]

@@ -4,7 +4,8 @@ Compared: one process in float64 at 1e-10 (as test_contract.py, which asks every
 and budgets), gathers with the plan's, the plan's with the fewest of all ways to release, which are tried, the ledger of bytes with
 live storages, the most of it with the budget. A `device_budget` is mostly `least`: what the error names when there is next to none.
 Whatever is not supported must be an error that names the parameter, with the process alive and a good step after it.
-One to three CPU ranks; about 70 s, the sweep six minutes more.
+By default most rows are on one rank, where everything moves but nothing is sent, and of each kind some on two; the sweep has them
+all on two, and a few on three. SECONDS_OF_DEFAULT, the sweep SWEEP_MINUTES more.
 """
 import contextlib
 import copy
@@ -151,9 +152,10 @@ def test_no_other_choice_gathers_less(seeds):
     assert several > len(seeds) // 6  # plans in which room matters
 
 
-def test_budgets_and_unequal_rooms():
+@pytest.mark.parametrize("seeds", in_sweep([range(70), range(70, 400)], lambda seeds: len(seeds) > 70), ids=str)
+def test_budgets_and_unequal_rooms(seeds):
     """Rooms of any size, with chunks fetched ahead: the budget is kept from the least on, below it the rules say how much."""
-    for seed in range(200):
+    for seed in seeds:
         dice = random_module.Random(seed)
         plan = random_plan(dice, dice.randrange(2, 7), dice.randrange(2, 9))
         run = functools.partial(simulated, plan, [dice.choice((1, 2, 5)) for _ in range(7)], passes=2)
@@ -305,7 +307,7 @@ def good_steps(engine, reference, seed=77, steps=2, micro_batches=1, loss=square
     return gathers
 
 
-# ---- 2. ten budgets ---------------------------------------------------------------------------------------------------------
+# ---- 2. many budgets --------------------------------------------------------------------------------------------------------
 
 
 def hf_start(kind, checkpointing=None, **knobs):
@@ -356,7 +358,7 @@ def range_of_budgets(kind, begin, how_many):
     return [low + (high - low) * k // (how_many - 1) for k in range(how_many)]
 
 
-def at_ten_budgets(kind, checkpointing=None, how_many=10, prefetch=1):
+def at_budgets(kind, checkpointing, how_many, prefetch):
     begin, placed = hf_start(kind, checkpointing, prefetch=prefetch), []
     for budget in range_of_budgets(kind, begin, how_many):
         engine, reference = begin(device_budget=budget)
@@ -368,8 +370,8 @@ def at_ten_budgets(kind, checkpointing=None, how_many=10, prefetch=1):
         assert gathers == sum(planned.gathers.values()), (budget, gathers, planned.gathers)
         part = (dist.get_world_size() - 1) / dist.get_world_size()
         sent = sum(c.full.numel() * 8 * planned.gathers.get(c.number, 0) for c in engine.chunks)
-        assert engine.traffic["all_gather"] == part * sent
-        assert engine.traffic["reduce_scatter"] == part * sum(c.full.numel() * 8 for c in engine.chunks if c.trained)
+        assert engine.traffic.get("all_gather", 0) == part * sent
+        assert engine.traffic.get("reduce_scatter", 0) == part * sum(c.full.numel() * 8 for c in engine.chunks if c.trained)
         assert not {"to_device", "to_host"} & engine.traffic.keys()  # there is no bus
         placed.append(sum(c.on_device for c in engine.chunks))
         masters = [c.master.clone() for c in engine.chunks]
@@ -384,13 +386,14 @@ def at_ten_budgets(kind, checkpointing=None, how_many=10, prefetch=1):
     assert placed == sorted(placed) and placed[0] == 0 and placed[-1] == len(engine.chunks), placed
 
 
-@pytest.mark.parametrize("kind, checkpointing, how_many, prefetch", in_sweep(
-    [("bert", None, 10, 1), ("bert", True, 3, 1), ("gpt2", None, 10, 1), ("gpt2", False, 4, 1), ("gpt2", True, 4, 3),
-     *[(kind, None, 4, prefetch) for kind in ("bert", "gpt2") for prefetch in (0, 3)]],
-    lambda kind, checkpointing, how_many, prefetch: (kind, checkpointing, prefetch) != ("bert", None, 1)))
-def test_ten_budgets(pool, kind, checkpointing, how_many, prefetch):
+@pytest.mark.parametrize("ranks, kind, checkpointing, how_many, prefetch", in_sweep(
+    [(1, "bert", None, 10, 1), (1, "gpt2", None, 10, 1), (2, "gpt2", None, 3, 1), (2, "bert", None, 10, 1),
+     (2, "gpt2", None, 10, 1), (2, "bert", True, 3, 1), (2, "gpt2", False, 4, 1), (2, "gpt2", True, 4, 3),
+     *[(2, kind, None, 4, prefetch) for kind in ("bert", "gpt2") for prefetch in (0, 3)]],
+    lambda ranks, kind, checkpointing, how_many, prefetch: ranks == 2 and (kind, checkpointing, how_many) != ("gpt2", None, 3)))
+def test_budgets(pool, ranks, kind, checkpointing, how_many, prefetch):
     """The budget and the plan are kept, the numbers right: over a skipped step, looks between, micro-batches that add up."""
-    pool.run(2, at_ten_budgets, kind, checkpointing, how_many, prefetch, limit_s=120)
+    pool.run(ranks, at_budgets, kind, checkpointing, how_many, prefetch, limit_s=120)
 
 
 def gathers_at_budgets(kind, prefetch):
@@ -476,9 +479,9 @@ class Recorded(Simulation):
         self.log.append(("sum", chunk, moment))
 
 
-def timelines():
+def timelines(budgets):
     """What happens in a step, and when, is what the rules say of the plan."""
-    for share_of_all in (1, 1.5, 3, None):
+    for share_of_all in budgets:
         engine, reference = start(UNITS["twice, apart"][0], device_budget=share_of_all and int(share_of_all * least()))
         good_steps(engine, reference)
         for _ in range(2):  # `good_steps` ends with a look, for which what was fetched early has gone
@@ -493,8 +496,10 @@ def timelines():
         assert [[m, c] for m, what, c in engine.timeline if what == "sum"] == engine.plan.sums
 
 
-def test_timeline(pool):
-    pool.run(2, timelines)
+@pytest.mark.parametrize("ranks, budgets", in_sweep(
+    [(1, [1, 1.5, 3, None]), (2, [1]), (2, [1.5, 3, None])], lambda ranks, budgets: (ranks, len(budgets)) == (2, 3)), ids=str)
+def test_timeline(pool, ranks, budgets):
+    pool.run(ranks, timelines, budgets)
 
 
 # ---- 3. models of all shapes, each under three budgets ----------------------------------------------------------------------
@@ -634,8 +639,10 @@ class Layers(nn.Module):
 
 SHAPES = {**{kind: make for kind, (make, _) in UNITS.items()}, **CHAINS, "large": Large, "layers": Layers,
           **{f"broken rule: {kind}": make for kind, make in BROKEN_RULES.items()}}
-FIRST = [*CHAINS, "large", "layers", "twice, apart", "unused", "varies", "middle frozen", "odd sizes",
-         "in vain", "detached", "no_grad"]
+SENT = ["views", "weights of others", "penalty", "own, between", "twice, apart", "varies"]
+ALONE = [*[kind for kind in CHAINS if kind not in SENT], "large", "layers", "unused", "middle frozen", "odd sizes", "in vain",
+         "detached", "no_grad"]
+OWN = [kind for kind in CHAINS if kind.startswith("own")]
 ONE_PIECE = ("weights", "varies")  # another loss with micro-batches: not made of rows alone, or another way each time
 
 
@@ -653,12 +660,12 @@ def all_shapes(kinds, budgets, micro_batches=1, **knobs):
             raise
 
 
-@pytest.mark.parametrize("kinds, budgets, chunk_mb", [
-    (FIRST[::2], [], SMALL), (FIRST[1::2], [], SMALL), ([kind for kind in CHAINS if kind.startswith("own")], [None], 0.002)],
-                         ids=["even", "odd", "own operators, larger chunks"])
-def test_shapes(pool, kinds, budgets, chunk_mb):
+@pytest.mark.parametrize("ranks, kinds, budgets, chunk_mb", in_sweep(
+    [(2, SENT, [], SMALL), (1, ALONE, [], SMALL), (1, OWN, [None], 0.002), (2, ALONE, [], SMALL), (2, OWN, [None], 0.002)],
+    lambda ranks, kinds, *_: ranks == 2 and kinds is not SENT), ids=lambda x: f"{len(x)}" if isinstance(x, list) else None)
+def test_shapes(pool, ranks, kinds, budgets, chunk_mb):
     """Case 11, a module used twice, operators that autograd knows and that it does not, in small chunks and in one with others."""
-    pool.run(2, all_shapes, kinds, budgets, limit_s=100, chunk_mb=chunk_mb)
+    pool.run(ranks, all_shapes, kinds, budgets, limit_s=100, chunk_mb=chunk_mb)
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -673,11 +680,11 @@ def test_shapes_at_more_budgets(pool, part, ranks, micro_batches, knobs):
 # ---- 4. activation checkpointing, families ----------------------------------------------------------------------------------
 
 
-def checkpointed(use_reentrant, micro_batches, tight):
+def checkpointed(use_reentrant, micro_batches, tight, part):
     cases = {around: functools.partial(Checkpointing, around, use_reentrant) for around in ("inside", *AROUND)}
     cases |= {f"{around}, frozen norm": functools.partial(Checkpointing, around, use_reentrant, True)  # case 12
               for around in ("a unit", "two units")}
-    for case, make in cases.items():
+    for case, make in [*cases.items()][part]:
         try:
             engine, reference = start(make, device_budget=least(make) if tight else None)
             good_steps(watch(engine), reference, micro_batches=micro_batches, steps=3)
@@ -686,12 +693,14 @@ def checkpointed(use_reentrant, micro_batches, tight):
             raise
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("tight, micro_batches", in_sweep(
-    itertools.product((True, False), (1, 2)), lambda tight, micro_batches: not tight or micro_batches == 2))
-def test_cases_12_14_56_checkpointing(pool, use_reentrant, tight, micro_batches):
+@pytest.mark.parametrize("ranks, use_reentrant, tight, micro_batches, part", in_sweep(
+    [(2, True, True, 1, slice(1, None, 2)), (1, True, True, 1, slice(0, None, 2)), (1, False, True, 1, slice(None)),
+     *[(2, *case, slice(None)) for case in itertools.product((False, True), (True, False), (1, 2))]],
+    lambda ranks, use_reentrant, tight, micro_batches, part: ranks == 2 and part == slice(None)),
+                         ids=lambda x: f"from {x.start}" if isinstance(x, slice) else None)
+def test_cases_12_14_56_checkpointing(pool, ranks, use_reentrant, tight, micro_batches, part):
     """Reentrant, gradients of a weight that is used twice come in two parts, and a chunk may have been sent meanwhile."""
-    pool.run(2, checkpointed, use_reentrant, micro_batches, tight)
+    pool.run(ranks, checkpointed, use_reentrant, micro_batches, tight, part)
 
 
 def hf_families(kind, checkpointing, budgets):
@@ -724,11 +733,16 @@ def hf_families(kind, checkpointing, budgets):
                 engine._place_optimizers()
 
 
-@pytest.mark.parametrize("kind", in_sweep(["gpt2", "llama", "bert", "bert-mlm", "t5", "mixtral", "bart", "gemma2"],
-                                          lambda kind: kind not in ("gpt2", "llama")))
-def test_case_56_families(pool, kind):
-    for checkpointing in (None, False, True):
-        pool.run(2, hf_families, kind, checkpointing, [1] if checkpointing is not None else [1, 2], limit_s=100)
+FAMILIES = ["gpt2", "llama", "bert", "bert-mlm", "t5", "mixtral", "bart", "gemma2"]
+
+
+@pytest.mark.parametrize("ranks, kind, checkpointing", in_sweep(
+    [(2, "gpt2", [True]), (1, "gpt2", [None, False]), (1, "llama", [None, False, True]),
+     *[(2, kind, [None, False, True]) for kind in FAMILIES]],
+    lambda ranks, kind, checkpointing: ranks == 2 and len(checkpointing) > 1), ids=str)
+def test_case_56_families(pool, ranks, kind, checkpointing):
+    for how in checkpointing:
+        pool.run(ranks, hf_families, kind, how, [1] if how is not None else [1, 2], limit_s=100)
 
 
 # ---- 5. micro-batches, large parameters, states ------------------------------------------------------------------------------
@@ -755,8 +769,10 @@ def case_55(budgets):
         same_weights(engine, reference)
 
 
-def test_case_55_losses_of_micro_batches(pool):
-    pool.run(2, case_55, [1, 2, None])
+@pytest.mark.parametrize("ranks, budgets", in_sweep(
+    [(2, [1]), (1, [2, None]), (2, [2, None])], lambda ranks, budgets: (ranks, len(budgets)) == (2, 2)), ids=str)
+def test_case_55_losses_of_micro_batches(pool, ranks, budgets):
+    pool.run(ranks, case_55, budgets)
 
 
 def accumulation_begins_late(precision, n_budgets):
@@ -789,7 +805,7 @@ def accumulation_begins_late(precision, n_budgets):
     assert left == 0 if precision == "fp32" else left > 0
 
 
-@pytest.mark.parametrize("precision, n_budgets", in_sweep([("bf16", 10), ("bf16", 40), ("fp32", 20)], lambda *case: case[1] > 10))
+@pytest.mark.parametrize("precision, n_budgets", in_sweep([("bf16", 6), ("bf16", 40), ("fp32", 20)], lambda *case: case[1] > 6))
 def test_accumulation_begins_late(pool, precision, n_budgets):
     pool.run(2, accumulation_begins_late, precision, n_budgets)
 
@@ -951,25 +967,28 @@ def steps_of(kinds, make=Net, before="nothing", between="nothing", **knobs):
         raise
 
 
-def several_passes(budgets, part):
-    for budget, (kind, make, more) in itertools.product(budgets, SEVERAL[part::2]):
+def several_passes(budgets, passes):
+    for budget, (kind, make, more) in itertools.product(budgets, SEVERAL[passes]):
         steps_of([kind] * 4 + ["one", kind], make, **more, **(dict(device_budget=budget) if budget else {}))
         if not more and budget != 1:
             steps_of(["one", "one", kind, "one"], make, **(dict(device_budget=budget) if budget else {}))
 
 
-SEVERAL = [*[(kind, Net, {}) for kind in PASSES if kind != "one"], ("penalty", Factors, {}),
-           *[("penalty", Factors, dict(between=what)) for what in ("look", "abandoned", "gathered")],
-           ("one", Net, dict(before="abandoned", between="look")), ("one", Net, dict(before="gathered", between="inference")),
-           ("one", Net, dict(before="inference", between="gathered")), ("penalty", Net, dict(before="abandoned")),
-           ("two", UNITS["twice, apart"][0], {}),
-           *[(kind, UNITS["middle frozen"][0], dict(chunk_mb=0.0003)) for kind in ("two", "two, turned")]]  # all biases in a chunk
+SEVERAL = {
+    "sent": [("pair", Net, {}), ("two", UNITS["twice, apart"][0], {}), ("penalty", Factors, dict(between="gathered")),
+             ("one", Net, dict(before="abandoned", between="look"))],
+    "alone": [*[(kind, Net, {}) for kind in ("l2", "two", "two, turned", "penalty", "derivative", "penalty and more")],
+              ("penalty", Factors, {}), *[("penalty", Factors, dict(between=what)) for what in ("look", "abandoned")],
+              ("one", Net, dict(before="gathered", between="inference")),
+              ("one", Net, dict(before="inference", between="gathered")), ("penalty", Net, dict(before="abandoned")),
+              *[(kind, UNITS["middle frozen"][0], dict(chunk_mb=0.0003)) for kind in ("two", "two, turned")]]}  # all biases in one
 
 
-@pytest.mark.parametrize("part", range(2))
-@pytest.mark.parametrize("budgets", in_sweep([[1], [2, None]], lambda budgets: len(budgets) > 1), ids=["least", "more"])
-def test_passes_of_all_kinds(pool, budgets, part):
-    pool.run(2, several_passes, budgets, part, limit_s=120)
+@pytest.mark.parametrize("ranks, budgets, passes", in_sweep(
+    [(2, [1], "sent"), (1, [1], "alone"), (2, [1], "alone"), (2, [2, None], "sent"), (2, [2, None], "alone")],
+    lambda ranks, budgets, passes: len(budgets) > 1 or ranks == 2 and passes == "alone"), ids=str)
+def test_passes_of_all_kinds(pool, ranks, budgets, passes):
+    pool.run(ranks, several_passes, budgets, passes, limit_s=120)
 
 
 def reentrant_passes(around, placements, chunks):
@@ -985,13 +1004,14 @@ STATIC = [dict(placement="static"), dict(placement="static", shard_param_frac=0.
           dict(placement="static", shard_param_frac=0.5, offload_optim_frac=0.6, offload_param_frac=0.3)]
 
 
-@pytest.mark.parametrize("around, placements, chunks", [
-    ("everything", [{}], [SMALL]), ("a unit", [dict(device_budget=1), STATIC[2]], [0.001]),
-    *[pytest.param(around, [{}, dict(device_budget=1), *STATIC], [0.0003, 0.001], marks=pytest.mark.sweep)
-      for around in ("two units", "a unit, again")]],
-                         ids=lambda x: x if isinstance(x, str) else str(len(x)))
-def test_case_56_reentrant_passes_of_all_kinds(pool, around, placements, chunks):
-    pool.run(2, reentrant_passes, around, placements, chunks, limit_s=120)
+@pytest.mark.parametrize("ranks, around, placements, chunks", in_sweep(
+    [(1, "everything", [{}], [SMALL]), (2, "a unit", [dict(device_budget=1)], [0.001]), (1, "a unit", [STATIC[2]], [0.001]),
+     (2, "everything", [{}], [SMALL]), (2, "a unit", [dict(device_budget=1), STATIC[2]], [0.001]),
+     *[(2, around, [{}, dict(device_budget=1), *STATIC], [0.0003, 0.001]) for around in ("two units", "a unit, again")]],
+    lambda ranks, around, placements, chunks: ranks == 2 and (around, len(placements)) != ("a unit", 1)),
+                         ids=lambda x: f"{len(x)}" if isinstance(x, list) else None)
+def test_case_56_reentrant_passes_of_all_kinds(pool, ranks, around, placements, chunks):
+    pool.run(ranks, reentrant_passes, around, placements, chunks, limit_s=120)
 
 
 def random_program(dice, operators):
@@ -1074,9 +1094,9 @@ def fuzz(make, steps, constant, **knobs):
     same_weights(engine, reference)
 
 
-@pytest.mark.parametrize("ranks, seeds", [
-    (1, range(40)), (1, range(40, 80)), (1, range(80, 120)), (2, range(120, 140)), (3, range(140, 150))], ids=str)
-@pytest.mark.sweep
+@pytest.mark.parametrize("ranks, seeds", in_sweep(
+    [(1, range(4)), (1, range(4, 40)), (1, range(40, 80)), (1, range(80, 120)), (2, range(120, 140)), (3, range(140, 150))],
+    lambda ranks, seeds: seeds != range(4)), ids=str)
 def test_fuzz(pool, ranks, seeds):
     assert pool.run(ranks, fuzzed, seeds, limit_s=280)[0] > 0.7 * len(seeds)
 
@@ -1265,13 +1285,19 @@ CALLS = {eval_first: Net, breaks: Breaks, wrong_calls: Net, changed_in_place: Se
          abandoned: Net, varies: Net}
 
 
-@pytest.mark.parametrize("calls", CALLS)
-@pytest.mark.parametrize("several_knobs", [
-    [dict(device_budget=1)], *in_sweep([[dict(device_budget=2), {}], STATIC])], ids=["least", "more", "static"])
-def test_any_order_of_calls(pool, calls, several_knobs):
+CALLED_ALONE = (eval_first, wrong_calls, changed_in_place, frozen_later, varies)
+LEAST = [dict(device_budget=1)]
+
+
+@pytest.mark.parametrize("ranks, calls, several_knobs", in_sweep(
+    [*[(1, calls, LEAST) for calls in CALLED_ALONE],
+     *itertools.product([2], CALLS, [LEAST, [dict(device_budget=2), {}], STATIC])],
+    lambda ranks, calls, several_knobs: ranks == 2 and (several_knobs is not LEAST or calls in CALLED_ALONE)),
+                         ids=lambda x: f"{len(x)}" if isinstance(x, list) else getattr(x, "__name__", None))
+def test_any_order_of_calls(pool, ranks, calls, several_knobs):
     """device_budget: in terms of the least."""
     for knobs in several_knobs:
-        pool.run(2, in_order, calls, **knobs)
+        pool.run(ranks, in_order, calls, **knobs)
 
 
 def in_order(calls, **knobs):
@@ -1300,15 +1326,15 @@ def without_rows(cuts, budgets):
         engine.forward_backward(None, 1, loss)
 
 
-@pytest.mark.parametrize("budgets", in_sweep([[1, None], [1.5, 2, 5]], lambda budgets: len(budgets) > 2), ids=str)
+@pytest.mark.parametrize("budgets", in_sweep([[1], [None, 1.5, 2, 5]], lambda budgets: len(budgets) > 1), ids=str)
 def test_ranks_without_rows(pool, budgets):
     pool.run(2, without_rows, [(4, 4), (7, 0), (0, 5), (3, 3), (0, 6)], budgets, limit_s=40)
 
 
-def resumed(directory):
+def resumed(directory, cases):
     """At a tight budget, and where micro-batches add up: a new engine takes the plan over and goes on bit for bit, with the same
     gathers and within the budget from its first step on; one with another budget makes its own."""
-    for share_of_all, micro_batches in ((1, 1), (4, 1), (4, 2)):
+    for share_of_all, micro_batches in cases:
         def steps(engine, seeds, micro_batches=micro_batches):
             found = []
             for seed in seeds:
@@ -1338,8 +1364,10 @@ def resumed(directory):
             close(one.master, other.master)
 
 
-def test_plan_is_taken_over_from_a_checkpoint(pool, tmp_path):
-    pool.run(2, resumed, str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("ranks, cases", in_sweep(
+    [(1, [(1, 1), (4, 1)]), (2, [(4, 2)]), (2, [(1, 1), (4, 1)])], lambda ranks, cases: ranks == len(cases) == 2), ids=str)
+def test_plan_is_taken_over_from_a_checkpoint(pool, tmp_path, ranks, cases):
+    pool.run(ranks, resumed, str(tmp_path / "checkpoint"), cases)
 
 
 # ---- 7. between steps -------------------------------------------------------------------------------------------------------
@@ -1402,8 +1430,9 @@ def strays():
         good_steps(engine, reference, steps=1)
 
 
-def test_case_54_stray_reads_are_errors(pool):
-    pool.run(2, strays)
+@pytest.mark.parametrize("ranks", in_sweep([1, 2], lambda ranks: ranks == 2))
+def test_case_54_stray_reads_are_errors(pool, ranks):
+    pool.run(ranks, strays)
 
 
 def gathered_weights():
@@ -1439,9 +1468,9 @@ def gathered_weights():
     same_weights(engine, reference)
 
 
-def writes():
+def writes(*several_knobs):
     """write=True: what is not changed keeps its fp32 master bit for bit; what is, arrives."""
-    for knobs in ({}, dict(offload=True), dict(placement="static", offload_optim_frac=0.5)):
+    for knobs in several_knobs:
         torch.manual_seed(0)
         engine = Gemini(Net(), precision="bf16", lr=0.01, chunk_mb=0.0002, **knobs)
         x = random(4, 7, seed=dist.get_rank(), dtype=torch.float32)
@@ -1496,15 +1525,22 @@ def graph_over_gathered():
         good_steps(engine, reference)
 
 
-@pytest.mark.parametrize("what", [gathered_weights, writes, graph_over_gathered])
-def test_gathered(pool, what):
-    pool.run(2, what)
+WRITTEN_ALONE = dict(offload=True), dict(placement="static", offload_optim_frac=0.5)
 
 
-def taken_over_in_the_middle():
+@pytest.mark.parametrize("ranks, what, several_knobs", in_sweep(
+    [(2, gathered_weights, ()), (2, writes, ({},)), (1, writes, WRITTEN_ALONE), (1, graph_over_gathered, ()),
+     (2, writes, WRITTEN_ALONE), (2, graph_over_gathered, ())],
+    lambda ranks, what, several_knobs: ranks == 2 and (what is graph_over_gathered or several_knobs is WRITTEN_ALONE)),
+                         ids=lambda x: f"{len(x)}" if isinstance(x, tuple) else getattr(x, "__name__", None))
+def test_gathered(pool, ranks, what, several_knobs):
+    pool.run(ranks, what, *several_knobs)
+
+
+def taken_over_in_the_middle(*several):
     """With a graph alive, gradients accumulated, chunks fetched early; by an engine with other chunks. Nobody holds them then."""
-    for budget, when in ((None, "early"), (least(), "forward"), (least(), "backward")):
-        engine, reference = start(device_budget=budget)
+    for when in several:
+        engine, reference = start(device_budget=None if when == "early" else least())
         good_steps(engine, reference)
         if when != "early":
             output = engine(share(batch_of(0)))
@@ -1522,8 +1558,11 @@ def taken_over_in_the_middle():
         assert [ref() for ref in held] == [None] * 4
 
 
-def test_taken_over_in_the_middle(pool):
-    pool.run(2, taken_over_in_the_middle)
+@pytest.mark.parametrize("ranks, several", in_sweep(
+    [(2, ["backward"]), (1, ["early", "forward"]), (2, ["early", "forward"])],
+    lambda ranks, several: ranks == len(several) == 2), ids=str)
+def test_taken_over_in_the_middle(pool, ranks, several):
+    pool.run(ranks, taken_over_in_the_middle, *several)
 
 
 def grows_not(budgets):
@@ -1557,9 +1596,10 @@ def grows_not(budgets):
         assert len(counts) == 2 and len(set(counts)) == 1, counts
 
 
-@pytest.mark.parametrize("budgets", in_sweep([[3], [1, None]], lambda budgets: len(budgets) > 1), ids=str)
-def test_case_50_nothing_grows(pool, budgets):
-    pool.run(2, grows_not, budgets)
+@pytest.mark.parametrize("ranks, budgets", in_sweep(
+    [(1, [3]), (2, [3]), (2, [1, None])], lambda ranks, budgets: ranks == 2), ids=str)
+def test_case_50_nothing_grows(pool, ranks, budgets):
+    pool.run(ranks, grows_not, budgets)
 
 
 # ---- 8. knobs ---------------------------------------------------------------------------------------------------------------
