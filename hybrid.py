@@ -64,6 +64,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -127,7 +128,6 @@ PLANS = {
     },
 }
 ATTRIBUTES = {"gpt2": {"h.*.attn": ("split_size",)}}
-PACKED = {"gpt2": 3}  # matrices in a packed weight; 2 where nothing is said: gate and up
 
 
 # ---- the mesh ------------------------------------------------------------------------------------------------------------
@@ -210,19 +210,20 @@ class Copy(torch.autograd.Function):
     def backward(ctx, grad):
         # before: each rank has what its own columns say of x's gradient.  after: all have the sum.
         # sends: 2(N-1)/N of x's bytes; the backward of what came before x waits.
-        return ctx.tp.sum(grad), None
+        return Sum.apply(grad, ctx.tp), None
 
 
 class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tp):
+        ctx.tp = tp
         # before: each rank has the product of its own rows.  after: all have the sum.
         # sends: 2(N-1)/N of x's bytes; what comes next waits.
         return tp.sum(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return Copy.apply(grad, ctx.tp), None
 
 
 class Gather(torch.autograd.Function):
@@ -234,7 +235,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.tp.part(grad).contiguous(), None
+        return Split.apply(grad, ctx.tp), None
 
 
 class Split(torch.autograd.Function):
@@ -246,7 +247,7 @@ class Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         # before: each rank has the gradient of its own columns.  after: all have all.  sends: (N-1)/N of the whole's bytes.
-        return ctx.tp.gather(grad), None
+        return Gather.apply(grad, ctx.tp), None
 
 
 # What torch.compile does not follow: it compiles what lies between two collectives.
@@ -256,8 +257,10 @@ sum_over, gather, split = (torch.compiler.disable(function.apply) for function i
 class TensorParallel:
     """The tp axis at work: what divided modules share in a forward."""
 
-    def __init__(self, axis: Axis, generator: torch.Generator, dropout: bool):
-        self.axis, self.generator, self.dropout = axis, generator, dropout
+    def __init__(self, axis: Axis, model: nn.Module, layouts: "dict[nn.Parameter, Layout]", dropout: bool):
+        self.axis, self.model, self.layouts = axis, weakref.ref(model), layouts
+        self.generator, self.dropout = default_generator(axis.device), dropout
+        self.inside = False  # between a column linear and its row linear
         self._saved: Tensor | None = None  # the state of the generator outside of what is divided
         self._copied: tuple | None = None
         self.counted: set[tuple] = set()  # (module, attribute) that already counts this rank's alone
@@ -271,20 +274,31 @@ class TensorParallel:
         return last[2]
 
     @torch.compiler.disable
-    def enter(self) -> None:
+    def enter(self, training: bool) -> None:
         """From here to `leave` activations are divided, so dropout must differ between ranks; everywhere else it must not. The
         seed is drawn from the CPU's generator, which is in step on all ranks and which checkpointing sets back."""
-        if self.dropout and self._saved is None:
+        self.inside = True
+        if self.dropout and training and self._saved is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
             self._saved = self.generator.get_state()
             self.generator.manual_seed(seed + self.axis.rank)
 
     @torch.compiler.disable
     def leave(self) -> None:
-        self._copied = None
+        self._copied, self.inside = None, False
         if self._saved is not None:
             self.generator.set_state(self._saved)
             self._saved = None
+
+    def check(self, module: nn.Module) -> None:
+        """A module's forward begins. Weights that are whole must not meet activations that are divided: each rank would find a part
+        of their gradient, and the plan does not say that these are to be added up."""
+        if self.inside and not isinstance(module, RowParallel) and any(  # whose bias is added to the sum
+                p.requires_grad and p not in self.layouts for p in module._parameters.values() if p is not None):
+            name = next((name for name, m in self.model().named_modules() if m is module), "")
+            self.leave()
+            raise RuntimeError(f"{name} ({type(module).__name__}) has weights that the plan does not name, and sees activations "
+                               'that are divided between tp ranks: give it the style "replicated_with_grad_allreduce", or use tp=1')
 
 
 class ColumnParallel:
@@ -294,8 +308,9 @@ class ColumnParallel:
         tp = self._tp
         y = super().forward(tp.copy(x))
         if self._style == "colwise_gather_output":
+            tp.leave()
             return ShardedLogits.of(y, tp.axis, self._whole) if self._is_head else gather(y, tp.axis)[..., : self._whole]
-        tp.enter()
+        tp.enter(self.training)
         return y
 
 
@@ -315,10 +330,20 @@ class VocabParallel(nn.Embedding):
     words [_first, _first + rows)."""
 
     def forward(self, ids):
+        check_ids((ids >= 0) & (ids < self._whole), f"a token outside of the vocabulary of {self._whole}")
         local = ids - self._first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         rows = nn.functional.embedding(local.masked_fill(elsewhere, 0), self.weight, self._padding)
         return sum_over(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._tp.axis)
+
+
+@torch.compiler.disable
+def check_ids(good: Tensor, message: str) -> None:
+    """IndexError, or on a GPU a failed assertion there, as torch has it: no rank has what another one would look up."""
+    if good.is_cuda:
+        torch._assert_async(good.all(), message)
+    elif not good.all():
+        raise IndexError(message)
 
 
 class ShardedLogits(torch.Tensor):
@@ -337,11 +362,16 @@ class ShardedLogits(torch.Tensor):
     def gathered(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             local = self.as_subclass(Tensor)
-        return gather(local, self.axis)[..., : self.whole]
+        return gather(local, self.axis)[..., : self.whole].contiguous()
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs, self = kwargs or {}, next((a for a in args if isinstance(a, ShardedLogits)), None)
+        name = getattr(function, "__name__", "")
+        if self is args[0] and (function in (Tensor.register_hook, Tensor.retain_grad, Tensor.__setitem__)
+                                or name.endswith("_") and not name.endswith("__") or "out" in kwargs):
+            raise RuntimeError(f"{name}: logits are divided between ranks and cannot be changed in place or hooked: "
+                               "use logits.gathered()")
         if self is not None and function in KEEP_DIVIDED and self is args[0]:
             with torch._C.DisableTorchFunctionSubclass():
                 local = self.as_subclass(Tensor)
@@ -393,7 +423,7 @@ KEEP_DIVIDED = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.view, Te
                 Tensor.float, Tensor.double, Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.dim, Tensor.ndim.__get__,
                 Tensor.dtype.__get__,
                 Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_floating_point,
-                Tensor.layout.__get__, Tensor.is_leaf.__get__, Tensor.register_hook, Tensor.element_size}
+                Tensor.layout.__get__, Tensor.is_leaf.__get__, Tensor.element_size}
 
 
 class VocabCrossEntropy(torch.autograd.Function):
@@ -410,6 +440,7 @@ class VocabCrossEntropy(torch.autograd.Function):
         axis.all_reduce(most, op=dist.ReduceOp.MAX)
         shares = (local[:, :real] - most[:, None]).exp()
         ignored = target == ignore_index
+        check_ids(ignored | (target >= 0) & (target < whole), f"a target outside of the vocabulary of {whole}")
         here = (target >= first) & (target < first + real) & ~ignored
         place = (target - first).masked_fill(~here, 0)
         score = torch.where(here, local.gather(1, place[:, None])[:, 0] - most, 0.0)
@@ -418,10 +449,10 @@ class VocabCrossEntropy(torch.autograd.Function):
         axis.all_reduce(sums)
         ctx.save_for_backward(shares / sums[0][:, None], place, here, ignored)
         ctx.padding = local.shape[1] - real
-        losses = torch.where(ignored, 0.0, sums[0].log() - sums[1])
-        return losses.masked_fill(~ignored & ((target < 0) | (target >= whole)), torch.nan)  # not a word of the vocabulary
+        return torch.where(ignored, 0.0, sums[0].log() - sums[1])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         shares, place, here, ignored = ctx.saved_tensors
         if shares.shape[1]:
@@ -445,8 +476,8 @@ class Layout:
     numel = property(lambda self: sum(math.prod(s.stop - s.start for s in box) for box in self.boxes), doc="without padding")
 
 
-def whole_layout(p: Tensor, holders: int, partial: bool = False) -> Layout:
-    return Layout(tuple(p.shape), (tuple(slice(0, size) for size in p.shape),), holders, partial)
+def whole_layout(shape, holders: int, partial: bool = False) -> Layout:
+    return Layout(tuple(shape), (tuple(slice(0, size) for size in shape),), holders, partial)
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
@@ -506,13 +537,11 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], n: int) -> None:
         raise ValueError(f"{kind}: styles {', '.join(unknown)} are not supported; supported are {', '.join(sorted(STYLES))}")
 
 
-def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, changes: list):
-    """Leave each rank its part of the modules that the plan names; note in `changes` what modules were. Returns the layouts by
-    parameter, of those that are not simply whole, and the TensorParallel of this model. absent: parameters that another stage has,
-    which take no memory. Raises ValueError, before anything has
-    changed, for numbers that tp does not divide, unknown styles, and tied weights of which a module has no style."""
-    n, prefix = tp.world_size, prefix_of(model)
-    kind, config, heads, kv_heads = numbers_of(model, n)
+def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, shape_of):
+    """What the plan means for this model: (modules it names, their styles, layouts of the parameters that are not simply whole).
+    shape_of(parameter): of the whole. Changes nothing. Raises ValueError for numbers that tp does not divide, modules of another
+    kind, and tied weights of which a module has no style."""
+    kind, _, heads, kv_heads = numbers_of(model, n)
     modules = {name: module for name, module in model.named_modules() if style_of(name, plan)}
     layouts: dict[nn.Parameter, Layout] = {}
     ends = {name: getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output")}
@@ -529,38 +558,52 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, cha
 
     def cut(name, p, dim, pieces=1, units=None, pad=False):
         """Divide a dim into n equal parts, or each of `pieces` stretches; fewer `units` than ranks go to n/units ranks each."""
-        size, holders = p.shape[dim], 1
+        shape, holders = shape_of(p), 1
+        size = shape[dim]
         if pad:
             rows = -(-size // n)
-            ends = [(min(tp.rank * rows, size), min((tp.rank + 1) * rows, size))]
+            ends = [(min(rank * rows, size), min((rank + 1) * rows, size))]
         elif units and units < n:
             holders, one = n // units, size // units
-            ends = [(tp.rank // holders * one, (tp.rank // holders + 1) * one)]
+            ends = [(rank // holders * one, (rank // holders + 1) * one)]
         else:
             if size % (pieces * n):
                 raise ValueError(f"{name} has {size} {'columns' if dim else 'rows'}, which cannot be divided between tp={n} ranks"
                                  + f" in {pieces} pieces" * (pieces > 1))
             step = size // pieces // n
-            ends = [(k * n * step + tp.rank * step, k * n * step + (tp.rank + 1) * step) for k in range(pieces)]
-        boxes = tuple(tuple(slice(*end) if d == dim else slice(0, s) for d, s in enumerate(p.shape)) for end in ends)
-        note(name, p, Layout(tuple(p.shape), boxes, holders, partial=holders > 1))
+            ends = [(k * n * step + rank * step, k * n * step + (rank + 1) * step) for k in range(pieces)]
+        boxes = tuple(tuple(slice(*end) if d == dim else slice(0, s) for d, s in enumerate(shape)) for end in ends)
+        note(name, p, Layout(shape, boxes, holders, partial=holders > 1))
+
+    def packed(name, column):
+        """How many matrices lie side by side in a packed weight: so many times what its partner has in one."""
+        near = [(m, styles[other]) for other, m in modules.items() if other.rpartition(".")[0] == name.rpartition(".")[0]]
+        side = lambda m, outputs: shape_of(m.weight)[outputs != isinstance(m, nn.Linear)]
+        size = side(modules[name], column)
+        counts = {size / side(m, not column) for m, style in near if ("rowwise" in style) == column and style in STYLES}
+        if len(counts) != 1 or not next(iter(counts)).is_integer():
+            raise ValueError(f"{name}: how many matrices are packed in its weight does not follow from those beside it")
+        return int(counts.pop())
 
     for name, module in modules.items():
         style, pieces = styles[name], 1
         if style == "replicated_with_grad_allreduce":
             for key, p in module.named_parameters():
-                note(f"{name}.{key}", p, whole_layout(p, n, partial=True))
+                note(f"{name}.{key}", p, whole_layout(shape_of(p), n, partial=True))
             continue
         if style == "embedding_rowwise":
             if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
                 raise ValueError(f"{name} is a {type(module).__name__}; only a plain nn.Embedding can be divided by rows")
             cut(f"{name}.weight", module.weight, 0, pad=True)
             continue
-        if not (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+        if not (isinstance(module, nn.Linear) or "Conv1D" in type(module).__name__):
             raise ValueError(f"{name} is a {type(module).__name__}; only linears can be divided as {style}")
+        if type(module).forward is not nn.Linear.forward and "Conv1D" not in type(module).__name__ and (
+                not isinstance(module, (ColumnParallel, RowParallel))):
+            raise ValueError(f"{name} is a {type(module).__name__} with a forward of its own, which {style} would not call")
         out, in_ = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
         if style.startswith("packed"):
-            pieces = PACKED.get(kind, 2)
+            pieces = packed(name, "colwise" in style)
         if "rowwise" in style:
             cut(f"{name}.weight", module.weight, in_, pieces)
         else:
@@ -574,10 +617,24 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, cha
             if p in layouts and not any(name == m or name.startswith(m + ".") for m in modules):
                 if not (key == "bias" and p.ndim == 1 and name.endswith("predictions")):  # BERT keeps its decoder's bias twice
                     raise ValueError(f"{name}.{key} is tied to a weight that is divided, but {kind}'s plan does not name {name}")
-    # From here on nothing is refused.
-    dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or any(
-        isinstance(v, float) and v > 0 and "drop" in k for k, v in getattr(config, "__dict__", {}).items())
-    shared = TensorParallel(tp, default_generator(tp.device), dropout)
+    for name in modules:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        own = parent.named_parameters(recurse=False) if styles[name] in COLUMNS else ()
+        if strays := [key for key, p in own if p.requires_grad and p not in layouts]:
+            raise ValueError(f"{name.rpartition('.')[0]} has weights of its own, {', '.join(strays)}, beside linears that are "
+                             "divided: each rank would find a part of their gradient; use tp=1")
+    return modules, styles, layouts
+
+
+def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axis, absent: set, changes: list) -> TensorParallel:
+    """Leave each rank its part of the modules that the plan names (see `plan_layouts`); note in `changes` what modules were.
+    absent: parameters that another stage has, which take no memory."""
+    n, prefix = tp.world_size, prefix_of(model)
+    kind, config, heads, kv_heads = numbers_of(model, n)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    numbers = [getattr(config, "__dict__", {}), *(vars(m) for m in model.modules())]
+    dropout = any(isinstance(v, (int, float)) and v > 0 and ("drop" in k or k == "p") for own in numbers for k, v in own.items())
+    shared = TensorParallel(tp, model, layouts, dropout)
     for p, layout in layouts.items():
         source = p.data.to("meta") if p in absent else p.data
         parts = [source[box] for box in layout.boxes]
@@ -586,7 +643,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, cha
         rows = -(-layout.shape[0] // n)
         if layout.holders == 1 and local.shape[0] < rows and local.shape[1:] == p.shape[1:]:  # the vocabulary's last rows: zeros
             local = torch.cat([local, local.new_zeros(rows - local.shape[0], *local.shape[1:])])
-        p.data = blank(p).expand(local.shape) if p in absent else local.clone(memory_format=torch.contiguous_format)
+        set_data(p, blank(p).expand(local.shape) if p in absent else local.clone(memory_format=torch.contiguous_format))
     for name, module in modules.items():
         style = styles[name]
         if style == "replicated_with_grad_allreduce" or isinstance(module, AbsentEmbedding):
@@ -609,7 +666,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, cha
             padding = -1 if module.padding_idx is None else module.padding_idx - module._first
             module._padding = padding if 0 <= padding < rows else None  # its row gets no gradient
         parent = model.get_submodule(name.rpartition(".")[0])
-        if style != "colwise" and style != "packed_colwise":
+        if style not in COLUMNS:
             continue
         counts = [(key, kv_heads if "key_value" in key or "kv" in key else heads) for key in HEAD_COUNTS]
         own = ATTRIBUTES.get(kind, {})
@@ -622,12 +679,20 @@ def divide(model: nn.Module, plan: Mapping[str, str], tp: Axis, absent: set, cha
         if hasattr(parent, "num_key_value_groups"):
             changes.append((parent, "num_key_value_groups", parent.num_key_value_groups))
             parent.num_key_value_groups = (heads // n) // max(kv_heads // n, 1)
-    return layouts, shared
+    return shared
 
 
+COLUMNS = ("colwise", "packed_colwise")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads", "n_kv_heads")
 STYLES = {"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "packed_colwise", "packed_rowwise",
           "embedding_rowwise", "replicated_with_grad_allreduce"}
+
+
+def set_data(p: nn.Parameter, data: Tensor) -> None:
+    """p.data = data of another shape. A change of dtype makes autograd forget the node that gathers p's gradient, which knows the
+    shape, and which a graph that is still alive would keep."""
+    p.data = torch.empty(0, dtype=torch.float16 if p.dtype != torch.float16 else torch.float32, device=p.device)
+    p.data = data
 
 
 @functools.cache  # torch.compile compiles a block once, and not once for each layer, where layers have the same classes
@@ -657,13 +722,15 @@ def fuse_norms(model: nn.Module, changes: list) -> None:
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if weight is None or weight.ndim != 1 or not isinstance(eps, float) or not type(module).__name__.endswith("RMSNorm"):
             continue
+        if len(inspect.signature(type(module).forward).parameters) != 2:  # self and x
+            continue
         generator = torch.Generator().manual_seed(0)
-        w, x = (torch.randn(*shape, len(weight), generator=generator) for shape in ((), (4,)))
+        w, x = (torch.randn(*shape, len(weight), generator=generator) for shape in ((), (2, 3)))
         trial = copy.deepcopy(module).to("cpu", torch.float32)
-        trial.weight.data = w
-        with torch.no_grad():
-            found = [offset for offset in (0.0, 1.0)
-                     if torch.allclose(trial(x), nn.functional.rms_norm(x, w.shape, w + offset, eps), atol=1e-5)]
+        trial.weight.data, found = w, []
+        with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError):  # one of another kind
+            found = [offset for offset in (0.0, 1.0) if all(torch.allclose(
+                trial(x * size), nn.functional.rms_norm(x * size, w.shape, w + offset, eps), atol=1e-5) for size in (1.0, 1e-3))]
         if found:
             changes.append((module, "__class__", type(module)))
             module.__class__ = mixed(FusedRMSNorm, type(module))
@@ -1025,7 +1092,7 @@ class Hybrid:
     norm, 0 for off. tp: ranks that share a copy's matrices. zero_stage: 1, the optimizer is divided between copies, or 0, each
     has all. plan: module names (* for a number) -> styles; None for the one in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
-    compile: torch.compile each block (`blocks_of`); then, too, forward waits for all weights before it begins.
+    compile: torch.compile each block (`blocks_of`) after the first step; forward then waits for all weights before it begins.
     initial_scale, growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale.
     Parameters, buffers and, along tp, random numbers are those of the first rank, so models may be built with different seeds.
     Raises ValueError where ranks bring different models, for sizes that do not divide, or an argument that is wrong.
@@ -1098,7 +1165,12 @@ class Hybrid:
         self._slices = self.dp if zero_stage else Axis(self, "dp", 1, 0, None)  # between whom buckets are cut into slices
         self._check_same_model((precision, max_norm, adamw, initial_scale, growth_interval, min_scale, max_scale, tp, pp, sp,
                                 schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), bool(self.optimizer.cuda)))
-        if (let_go := ENGINES.pop(model, lambda: None)()) is not None:
+        let_go = ENGINES.get(model, lambda: None)()  # of the engine that has the model so far, whose parameters may be divided
+        shape_of = lambda p: tuple(p.shape) if let_go is None else let_go.__self__.layout(p).shape
+        layouts = plan_layouts(model, plan, tp, self.tp.rank, shape_of) if tp > 1 else None
+        # From here on nothing is refused.
+        ENGINES.pop(model, None)
+        if let_go is not None:
             let_go()
         # before: every rank has its own initial values.  after: all have those of rank 0.
         # sends: each tensor once, at construction only (not in `traffic`); everybody waits.
@@ -1113,7 +1185,8 @@ class Hybrid:
             self._absent, self._shared = self.pipeline.absent, self.pipeline.shared
         self.chunks = self.pipeline.chunks if self.pipeline else 1
         if tp > 1:
-            self.layouts, self._tensor_parallel = divide(model, plan, self.tp, self._absent, self.changes)
+            self.layouts = layouts[2]
+            self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, self.changes)
             self._same_random_numbers()
         fuse_norms(model, self.changes)
         self._holders = {1: Axis(self, "tp", 1, 0, None), tp: self.tp}  # by size: neighbours on the tp axis with the same part
@@ -1142,11 +1215,10 @@ class Hybrid:
         hooks += [p.register_post_accumulate_grad_hook(functools.partial(on_grad, i)) for i, p in enumerate(self.params)]
         # Compiled code reads weights without asking: once torch.compile has been seen at work, forward waits for all.
         self._asks_nobody = compile or any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
-        for block in blocks_of(model) or [model] if compile else ():
-            self.changes.append((block, "_compiled_call_impl", block._compiled_call_impl))
-            block.compile()
-        if not compile:
-            hooks += [m.register_forward_pre_hook(lambda m, _: self._before_module(m)) for m in model.modules() if m._parameters]
+        self._to_compile = blocks_of(model) or [model] if compile else []
+        self._module_hooks = [m.register_forward_pre_hook(lambda m, _: self._before_module(m))
+                              for m in model.modules() if m._parameters]
+        hooks += self._module_hooks
         hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._before_model()), prepend=True))
         self._hooks = hooks
         ENGINES[model] = weakref.WeakMethod(self._let_go)
@@ -1176,7 +1248,7 @@ class Hybrid:
 
     def layout(self, p: nn.Parameter) -> Layout:
         """Which part of it this rank's tensor is."""
-        return self.layouts.get(p) or whole_layout(p, self.tp.world_size)
+        return self.layouts.get(p) or whole_layout(p.shape, self.tp.world_size)
 
     def _cast_model(self) -> list:
         """Decide the dtype that each trained parameter will have in its bucket; cast what has none, frozen parameters and
@@ -1280,6 +1352,8 @@ class Hybrid:
         """Another engine takes the model over: give it whole weights as precise as the masters. Collectives."""
         for hook in self._hooks:
             hook.remove()
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.leave()
         self.wait_for_weights()
         fragments = self.fragments + [f for f in self.kept() if f.index == FROZEN]
         dtypes = {name: dtype for theirs in together(self, lambda: [(f.name, f.master.dtype) for f in fragments])
@@ -1288,7 +1362,7 @@ class Hybrid:
         for name, full in gather_full(self, fragments, "master"):
             full = torch.empty(self.layout(param_of[name]).shape, dtype=dtypes[name], device="cpu") if full is None else full
             # before: rank 0 has it whole.  after: all have it.  sends: the whole of it, once; all wait.
-            param_of[name].data = self._broadcast(full.to(self.device))
+            set_data(param_of[name], self._broadcast(full.to(self.device)))
         for name, t in self._model.state_dict(keep_vars=True).items():
             if isinstance(t, Tensor) and t not in self._index and t.dtype != self._plain_dtypes.get(name, t.dtype):
                 t.data = t.data.to(self._plain_dtypes[name])
@@ -1347,6 +1421,9 @@ class Hybrid:
         return received, output
 
     def _forward(self, *args, **kwargs):
+        config = getattr(self._model, "config", None)
+        if self.tp.world_size > 1 and (kwargs.get("output_attentions") or getattr(config, "output_attentions", False)):
+            raise ValueError("output_attentions would give each tp rank those of its own heads alone: use tp=1")
         try:
             return self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except BaseException:
@@ -1362,6 +1439,8 @@ class Hybrid:
 
     def _before_module(self, module: nn.Module) -> None:
         """A module's forward begins: its own parameters must be there, even if it hands them to code that torch does not see."""
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.check(module)
         if self.pipeline is not None and (elsewhere := module.__dict__.get("_elsewhere")):
             self.pipeline.check_present(*elsewhere)
         if torch.compiler.is_compiling():
@@ -1372,6 +1451,8 @@ class Hybrid:
                     p.wait()
 
     def _before_model(self) -> None:
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.leave()  # an exception may have left the last forward in what is divided
         if self._asks_nobody:
             self.wait_for_weights()
 
@@ -1680,6 +1761,16 @@ class Hybrid:
         self.zero_grad()
         self.traffic, self._sent_bytes = self._sent_bytes, {}
         self.scaler.raise_if_stuck()
+        if self._to_compile:  # the first step ran as it is, and hooks have seen that the plan fits
+            self._compile()
+
+    def _compile(self) -> None:
+        for hook in self._module_hooks:
+            hook.remove()
+        for block in self._to_compile:
+            self.changes.append((block, "_compiled_call_impl", block._compiled_call_impl))
+            block.compile()
+        self._to_compile = []
 
     def _square_sum(self) -> None:
         """Of the gradients that this rank counts: what several ranks hold alike, the first of them does."""
@@ -1841,6 +1932,8 @@ class Hybrid:
         self.wait_for_weights()
         self._check_not_moved()
         extra = load_checkpoint(self, directory, objects)
+        if self.tp.world_size > 1:  # one of another strategy gave each rank numbers of its own
+            self._same_random_numbers()
         self.zero_grad()
         self._refresh_weights()
         return {k: v for k, v in extra.items() if not k.startswith("_")}
