@@ -1,61 +1,71 @@
-"""Hybrid parallelism: one mesh of ranks, along whose axes batch, matrices and optimizer are divided at the same time.
+"""Hybrid parallelism: one mesh of ranks, along whose axes batch, blocks, matrices and optimizer are divided at the same time.
 
-A rank has one coordinate on each axis. Along dp, copies of the model see different samples; along tp, ranks share the matrices
-of one copy, each with some heads and some hidden units. The model keeps its own forward: a plan, a table of module names and
-styles, says which linears are divided how, and those get another class.
+A rank has one coordinate on each axis. Along dp, copies of the model see different samples. Along pp, ranks share the blocks of one
+copy, in stages through which micro-batches go one after the other. Along tp, ranks share the matrices of a stage, each with some
+heads and some hidden units. The model keeps its own forward: a plan, a table of module names and styles, says which linears are
+divided how, and where the blocks are; those get another class.
 
-    8 ranks, dp = 2, tp = 4: rank = dp * 4 + tp
+    8 ranks, dp = 2, pp = 2, tp = 2: rank = (dp * 2 + pp) * 2 + tp       W: the matrices of a stage, a half on each tp rank
 
-              tp 0     tp 1     tp 2     tp 3         W: a matrix, by columns or rows; each quarter once per copy
-    dp 0    | W[0] |  W[1] |  W[2] |  W[3] |          along a row (tp): all-reduce of activations, in forward and backward
-    dp 1    | W[0] |  W[1] |  W[2] |  W[3] |          along a column (dp): reduce-scatter of gradients, all-gather of weights
+               pp 0: embedding, first blocks     pp 1: last blocks, head
+               tp 0         tp 1                 tp 0         tp 1
+    dp 0    | W0[0] |    | W0[1] |   -->      | W1[0] |    | W1[1] |       along tp: all-reduce of activations, within each block
+    dp 1    | W0[0] |    | W0[1] |   -->      | W1[0] |    | W1[1] |       along pp: activations there, their gradients back
+                                                                           along dp: reduce-scatter of gradients, all-gather of weights
 
-                      bytes per rank; Ψ parameters, of which Ψd are divided and Ψw whole, D dp ranks, T tp ranks, half precision
-    weights           2(Ψd/T + Ψw)
+                      bytes per rank; Ψ parameters of its stage, of which Ψd are divided and Ψw whole, D dp ranks, T tp ranks
+    weights           2(Ψd/T + Ψw)            half precision
     gradients         2(Ψd/T + Ψw)
-    master, m, v      12(Ψd/T + Ψw)/D       zero_stage=0: without /D
+    master, m, v      12(Ψd/T + Ψw)/D         zero_stage=0: without /D
+    activations       of at most P - p micro-batches on rank p of P along pp
 
-    A block is two pairs of linears, query-key-value with output and up with down; each pair, X (B, S, H) whole on every rank:
+    A block is two pairs of linears, query-key-value with output and up with down; each pair, X (B, S, H) whole on every tp rank:
 
         forward    X --copy--> X A_r --f--> H_r --> H_r B_r --sum over tp--> Y (B, S, H)      A by columns, B by rows
         backward   dX <--sum over tp-- dH_r A_r^T <-- dH_r <-- dY B_r^T <--copy-- dY
 
     1. forward        embedding: each rank looks up the words of its part of the vocabulary, the sum over tp has all. Blocks: two
-                      all-reduces of B*S*H elements each along tp. Head: each rank has the scores of its part of the vocabulary, and
-                      cross entropy is found from three numbers a token, without ever gathering them (class ShardedLogits).
-    2. backward       two all-reduces a block again. Gradients of divided weights are whole where the weight is; those of whole
-                      weights are the same on all tp ranks, except where each rank uses them for its own heads (norms of queries and
-                      keys; keys and values that several ranks share): these are summed along tp. Along dp: as zero.py, stage 1.
+                      all-reduces of B*S*H elements each along tp. Behind its last block a stage sends hidden states to the next.
+                      Head: each rank has the scores of its part of the vocabulary, and cross entropy is found from three numbers
+                      a token, without ever gathering them (class ShardedLogits).
+    2. backward       two all-reduces a block again; a stage sends the gradient of what it received back. Each rank does forward of
+                      some micro-batches ahead, then one backward for one forward (`schedule`). Gradients of divided weights are
+                      whole where the weight is; those of whole weights are the same on all tp ranks, except where each rank uses
+                      them for its own heads (norms of queries and keys; keys and values that several ranks share): these are
+                      summed along tp; an embedding tied to the head, along pp. Along dp, once a step: as zero.py, stage 1.
     3. step           squares summed over all axes, each element counted once: norm, overflow, clip. Adam on the own slices.
     4. gather         slices go round along dp.
 
-    Bytes sent per rank and step: dp 2(D-1)/D * 2(Ψd/T + Ψw); tp 2(T-1)/T * 2 * B*S*H for each of 4 all-reduces in each block, and
-    for one of an embedding and one of a head that are divided.
+    Bytes sent per rank: dp, each step, 2(D-1)/D * 2(Ψd/T + Ψw); tp, each micro-batch of B samples, 2(T-1)/T * 2 * B*S*H for each of
+    4 all-reduces in each block, and for one of an embedding and one of a head that are divided; pp, each micro-batch, 2 * B*S*H to
+    the next stage and as much to the one before.
 
 Dropout must drop the same where activations are whole on every tp rank, and differ where they are divided: ranks of a tp group
-have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own.
+have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own; so does each stage.
 
 Modules with running statistics (BatchNorm) keep parameters and buffers in fp32, inputs and outputs cast around them. RMS norms
 that transformers writes out in five operators become torch's one kernel where that computes the same. A plan comes from PLANS
-below, from the model (transformers' base_model_tp_plan and _tp_plan) or from `plan=`; models without one train with tp = 1. Where
-ranks outnumber key and value heads, neighbours share one. A vocabulary that tp does not divide is padded on its last rank; nobody
+below, from the model (transformers' base_model_tp_plan and _tp_plan) or from `plan=`; models without one train with tp = pp = 1.
+Where ranks outnumber key and value heads, neighbours share one. A vocabulary that tp does not divide is padded on its last rank; nobody
 reads the padding, and a checkpoint has none.
 
-All ranks of a tp group are given the same batch, all ranks make the same calls. Between steps parameters are the own part (shape
-and all); whole weights are in `state_dict` and in checkpoints, which any strategy resumes. Not here yet, by name: pipelines (pp),
-sequence parallelism (sp), capture. Left out: sparse gradients, complex parameters, experts (MoE), and a head's logits in other
-hands than torch functions' (a C++ extension needs `logits.gathered()`).
+All ranks of one copy are given the same batch, all ranks make the same calls. Between steps parameters are the own part (shape
+and all), and of other stages' one element; whole weights are in `state_dict` and in checkpoints, which any strategy resumes. With a
+pipeline a batch's forward and backward go together in `forward_backward`; `engine(...)` evaluates, and gives every rank the last
+stage's output. Not here yet, by name: sequence parallelism (sp), capture. Left out: sparse gradients, complex parameters, experts
+(MoE); models in whose blocks more than hidden states depends on weights (pp); a loss that reads weights, which sees this rank's
+part of them (tp); a head's logits in other hands than torch functions' (a C++ extension needs `logits.gathered()`).
 
 Megatron-LM, arXiv:1909.08053 (§3: pairs of linears, vocabulary); ZeRO, arXiv:1910.02054 (§5.1); grouped heads, arXiv:2305.13245;
-mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
+1F1B: arXiv:2006.09503 §3; interleaved: arXiv:2104.04473 §2.2; mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
 
-    engine = Hybrid(model, tp=4, lr=1e-4, weight_decay=0.01, precision="bf16")    # dp = all ranks / 4
+    engine = Hybrid(model, tp=2, pp=2, lr=1e-4, weight_decay=0.01, precision="bf16")    # dp = all ranks / 4
     for batch in loader:                                    # this copy's share: key the sampler by engine.dp.rank
         loss = engine.forward_backward(batch, micro_batches=4)
         engine.step()
 
-`python hybrid.py` divides a small Llama between two CPU ranks, prints the mesh and who owns what, puts the formulas above beside
-what it measures, and the weights beside those of one process.
+`python hybrid.py` divides a small Llama between two CPU ranks, by its matrices and by its blocks, prints the mesh, who owns what
+and a timeline, puts the formulas above beside what it measures, and the weights beside those of one process.
 """
 import contextlib
 import copy
@@ -265,6 +275,9 @@ class TensorParallel:
         self._copied: tuple | None = None
         self.counted: set[tuple] = set()  # (module, attribute) that already counts this rank's alone
 
+    def __deepcopy__(self, memo):
+        return self  # a copy of the model is divided in the same way
+
     @torch.compiler.disable
     def copy(self, x: Tensor) -> Tensor:
         """Copy(x), once for linears that read the same x (query, key and value): one all-reduce in backward for all of them."""
@@ -466,7 +479,7 @@ class VocabCrossEntropy(torch.autograd.Function):
 
 @dataclasses.dataclass
 class Layout:
-    """Which part of a parameter a rank has, by its coordinate on the tp axis."""
+    """Which part of a parameter a rank has of those that its stage has, by its coordinate on the tp axis."""
 
     shape: tuple[int, ...]  # of the whole
     boxes: tuple[tuple[slice, ...], ...]  # of which this rank's tensor is made, see Fragment
@@ -632,9 +645,7 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
     n, prefix = tp.world_size, prefix_of(model)
     kind, config, heads, kv_heads = numbers_of(model, n)
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    numbers = [getattr(config, "__dict__", {}), *(vars(m) for m in model.modules())]
-    dropout = any(isinstance(v, (int, float)) and v > 0 and ("drop" in k or k == "p") for own in numbers for k, v in own.items())
-    shared = TensorParallel(tp, model, layouts, dropout)
+    shared = TensorParallel(tp, model, layouts, drops(model))
     for p, layout in layouts.items():
         source = p.data.to("meta") if p in absent else p.data
         parts = [source[box] for box in layout.boxes]
@@ -650,21 +661,18 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
             continue
         base = VocabParallel if style == "embedding_rowwise" else RowParallel if "rowwise" in style else ColumnParallel
         whole = layouts[module.weight].shape
-        extra = dict(_tp=shared, _style=style, _transposed="Conv1D" in type(module).__name__, _is_head=module is output)
-        own_class = type(module)
+        own_class, transposed = type(module), "Conv1D" in type(module).__name__
         changes.append((module, "__class__", own_class))
         module.__class__ = mixed(own_class, base) if base is VocabParallel else mixed(base, own_class)
-        for key, value in extra.items():
-            object.__setattr__(module, key, value)
-        module._whole, local = (x[1] if extra["_transposed"] else x[0] for x in (whole, module.weight.shape))
+        whole, local = (x[1] if transposed else x[0] for x in (whole, module.weight.shape))
+        mark(changes, module, _tp=shared, _style=style, _transposed=transposed, _is_head=module is output, _whole=whole)
         if base is ColumnParallel:
-            key = "nf" if extra["_transposed"] else "out_features"
+            key = "nf" if transposed else "out_features"
             changes.append((module, key, getattr(module, key)))
             setattr(module, key, local)
         if base is VocabParallel:
-            module._first, rows = tp.rank * module.weight.shape[0], module.weight.shape[0]
-            padding = -1 if module.padding_idx is None else module.padding_idx - module._first
-            module._padding = padding if 0 <= padding < rows else None  # its row gets no gradient
+            first, padding = tp.rank * local, -1 if module.padding_idx is None else module.padding_idx - tp.rank * local
+            mark(changes, module, _first=first, _padding=padding if 0 <= padding < local else None)  # its row gets no gradient
         parent = model.get_submodule(name.rpartition(".")[0])
         if style not in COLUMNS:
             continue
@@ -682,10 +690,26 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
     return shared
 
 
+def drops(model: nn.Module) -> bool:
+    """Does it drop activations? Then its forward draws random numbers in training."""
+    numbers = [getattr(getattr(model, "config", None), "__dict__", {}), *(vars(m) for m in model.modules())]
+    return any(isinstance(v, (int, float)) and v > 0 and ("drop" in k or k == "p") for own in numbers for k, v in own.items())
+
+
 COLUMNS = ("colwise", "packed_colwise")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads", "n_kv_heads")
 STYLES = {"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", "packed_colwise", "packed_rowwise",
           "embedding_rowwise", "replicated_with_grad_allreduce"}
+
+
+MISSING = object()  # in `changes`: the attribute was not there
+
+
+def mark(changes: list, module: nn.Module, **attributes) -> None:
+    """Give a module attributes, past nn.Module's own bookkeeping; note that it had none."""
+    for key, value in attributes.items():
+        changes.append((module, key, MISSING))
+        object.__setattr__(module, key, value)
 
 
 def set_data(p: nn.Parameter, data: Tensor) -> None:
@@ -734,7 +758,7 @@ def fuse_norms(model: nn.Module, changes: list) -> None:
         if found:
             changes.append((module, "__class__", type(module)))
             module.__class__ = mixed(FusedRMSNorm, type(module))
-            module._offset, module._eps = found[0], eps
+            mark(changes, module, _offset=found[0], _eps=eps)
 
 
 # ---- pipeline parallelism: blocks dealt out in stages --------------------------------------------------------------------
@@ -829,13 +853,12 @@ class Pipeline:
             if name.removeprefix(self.name + ".").isdecimal():
                 changes.append((module, "__class__", type(module)))
                 module.__class__ = mixed(Staged, type(module))
-                object.__setattr__(module, "_pipeline", self)
-                module._block = blocks.index(module)
+                mark(changes, module, _pipeline=self, _block=blocks.index(module))
             elif not inside and stage_of[name] not in self.own and any(p in self.absent for p in module.parameters(recurse=False)):
                 if isinstance(module, nn.Embedding):
                     changes.append((module, "__class__", type(module)))
                     module.__class__ = mixed(type(module), AbsentEmbedding)
-                object.__setattr__(module, "_elsewhere", (name, stage_of[name]))
+                mark(changes, module, _elsewhere=(name, stage_of[name]))
         config = getattr(model, "config", None)
         if getattr(config, "use_cache", False):  # a cache would hold the keys and values of a rank's own blocks alone
             changes.append((config, "use_cache", True))
@@ -843,6 +866,9 @@ class Pipeline:
         for p in self.absent:
             p.data = blank(p).expand(p.shape)
         self._connect()
+
+    def __deepcopy__(self, memo):
+        return self  # a copy of the model has the same place
 
     def _stages_by_module(self, model, plan) -> dict[str, int]:
         """Module name -> stage. Outside of the blocks, the first or the last, by the order in which modules are registered, or by
@@ -1085,16 +1111,18 @@ class Bucket:
 
 
 class Hybrid:
-    """Training of `model` with Adam on a mesh of tp ranks for each copy of it, and as many copies as there are ranks for.
+    """Training of `model` with Adam on a mesh of tp * pp ranks for each copy of it, and as many copies as there are ranks for.
 
     params: None for all parameters, or param groups as any torch optimizer takes them. precision: "fp32" leaves the model as it
     is, "bf16" and "fp16" cast it and keep fp32 masters, fp16 with a dynamic loss scale. max_norm: clip to this global L2
-    norm, 0 for off. tp: ranks that share a copy's matrices. zero_stage: 1, the optimizer is divided between copies, or 0, each
+    norm, 0 for off. tp: ranks that share a stage's matrices. pp: ranks that share a copy's blocks. schedule: "1f1b", one stage a
+    rank, or "interleaved", `chunks` of them. zero_stage: 1, the optimizer is divided between copies, or 0, each
     has all. plan: module names (* for a number) -> styles; None for the one in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
     compile: torch.compile each block (`blocks_of`) after the first step; forward then waits for all weights before it begins.
     initial_scale, growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale.
     Parameters, buffers and, along tp, random numbers are those of the first rank, so models may be built with different seeds.
+    axes: the mesh by name, each with its rank and world_size; dp, pp and tp are members, too.
     Raises ValueError where ranks bring different models, for sizes that do not divide, or an argument that is wrong.
     """
 
@@ -1145,7 +1173,7 @@ class Hybrid:
             raise ValueError(f"{type(model).__name__} has no plan, so tp and pp must be 1; there are plans for "
                              f"{', '.join(PLANS)} and for the models of transformers whose config declares one, or give "
                              "plan={name: style}")
-        if tp > 1:
+        if tp * pp > 1:
             check_plan(model, plan, tp)
         if pp > 1:
             block_list(model, plan)
@@ -1179,7 +1207,7 @@ class Hybrid:
         self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         self.changes: list[tuple] = []  # (module, attribute, what it was): made to the model, and taken back by `_let_go`
         self.layouts, self._tensor_parallel, self.pipeline = {}, None, None
-        self._absent, self._shared = set(), {}
+        self._absent, self._shared, self._dropout = set(), {}, drops(model)
         if pp > 1:
             self.pipeline = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
             self._absent, self._shared = self.pipeline.absent, self.pipeline.shared
@@ -1367,7 +1395,7 @@ class Hybrid:
             if isinstance(t, Tensor) and t not in self._index and t.dtype != self._plain_dtypes.get(name, t.dtype):
                 t.data = t.data.to(self._plain_dtypes[name])
         for thing, key, before in reversed(self.changes):
-            setattr(thing, key, before)
+            setattr(thing, key, before) if before is not MISSING else object.__delattr__(thing, key)
 
     def _lay_out_running_statistics(self) -> None:
         """Make BatchNorm's running means and variances views of one flat tensor per dtype, to be averaged at once."""
@@ -1415,15 +1443,31 @@ class Hybrid:
         """What came from the stage before, and what `run` makes of it, which the next stage is sent."""
         line, shapes = self.pipeline, (shapes, torch.is_grad_enabled(), self._model.training)
         received = line.receive_hidden(stage, k, shapes) if stage else None
-        output = line.forward(stage, received, run)
+        with self._own_random_numbers(stage):
+            output = line.forward(stage, received, run)
         if stage < line.stages - 1:
             line.send_hidden(output, stage, shapes)
         return received, output
 
+    @contextlib.contextmanager
+    def _own_random_numbers(self, stage: int):
+        """Stages drop independently. The seed is drawn from the CPU's generator, and outside of stages ranks stay in step."""
+        if not self._dropout or not self._model.training:
+            yield
+            return
+        seed, generator = int(torch.randint(2**62, (), device="cpu")), default_generator(self.device)
+        saved = generator.get_state()
+        generator.manual_seed(seed + stage * self.tp.world_size)
+        try:
+            yield
+        finally:
+            generator.set_state(saved)
+
     def _forward(self, *args, **kwargs):
         config = getattr(self._model, "config", None)
-        if self.tp.world_size > 1 and (kwargs.get("output_attentions") or getattr(config, "output_attentions", False)):
-            raise ValueError("output_attentions would give each tp rank those of its own heads alone: use tp=1")
+        for option in ("output_attentions", *(("output_hidden_states", "use_cache") if self.pipeline else ())):
+            if self.tp.world_size * self.pp.world_size > 1 and (kwargs.get(option) or getattr(config, option, False)):
+                raise ValueError(f"{option} would give each rank those of its own heads or blocks alone: use tp=1, pp=1")
         try:
             return self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except BaseException:
@@ -1481,9 +1525,10 @@ class Hybrid:
     # ---- one step's micro-batches: 1 and 2 for each ------------------------------------------------------------------
 
     def forward_backward(self, batch, micro_batches: int = 1, loss_fn=None, weight=None) -> Tensor:
-        """Forward and backward over this copy's `batch`, the same on all ranks of a tp group, in `micro_batches` pieces, with the
+        """Forward and backward over this copy's `batch`, the same on all ranks of the copy, in `micro_batches` pieces, with the
         reduce-scatters. Returns the weighted mean loss over all pieces of all copies: a device scalar, the same everywhere.
 
+        With a pipeline, micro_batches is how many go through its stages, and P - 1 of micro_batches + P - 1 turns are idle.
         batch: a Mapping (the model's keyword arguments), a tuple or list (its first item goes to the model, the rest is
         for loss_fn) or a tensor; tensors are cut along dim 0. None, or no rows: this copy has no samples this time.
         loss_fn(output, micro_batch) returns the mean over the micro-batch; without it the output, or its `loss`, is the
@@ -1532,7 +1577,8 @@ class Hybrid:
             wait(loss_work)
             if self.pipeline:
                 self.pipeline.finish()
-                self._sum_shared()
+                if self._sync:
+                    self._sum_shared()
                 # before: the last stage has the loss, the others 0.  after: all have it.  sends: 2(N-1)/N * 8 bytes; all wait.
                 self.pp.all_reduce(loss_sum)
         in_float64 = self.params and self.params[0].dtype == torch.float64  # as full_grad: fp32 but for float64 models
@@ -1634,6 +1680,9 @@ class Hybrid:
                                "loss scale, the average over ranks and the flush of unused parameters")
         if param.grad.is_sparse:
             raise RuntimeError(f"sparse gradients are not supported: {self.names[index]}; use sparse=False")
+        if self._bucket_of[index] is None:
+            raise RuntimeError(f"{self.names[index]} belongs to another stage, but forward reads it on rank {self.pp.rank} of the "
+                               f"{self.pp.world_size} of pp, too: this model needs pp=1")
         bucket = self.buckets[self._bucket_of[index]]
         if self._arrived[index]:  # reentrant checkpointing, one backward per use: autograd has added it, if not too late
             if bucket.launched:
@@ -3081,10 +3130,11 @@ def explain_failure(store: dist.Store, rank: int, size: int, error: Exception) -
 
 
 def demonstration(device: torch.device) -> None:
-    """Divide a small Llama between all ranks; train it for three steps in float64 beside one process, then in bf16; print the mesh,
-    who owns what, and what is held and sent, beside the formulas of the docstring."""
+    """A small Llama divided between all ranks: its matrices (tp), then its blocks (pp). Each trains three steps in float64 beside
+    one process, then in bf16. Prints the mesh, who owns what, and what is held and sent beside the formulas of the docstring."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    rank, n, layers, width, batch, length = dist.get_rank(), dist.get_world_size(), 2, 128, 4, 32
+    rank, n, width, batch, length, micro_batches = dist.get_rank(), dist.get_world_size(), 128, 8, 32, 4
+    layers = 2 * n
 
     def build(dtype):
         torch.manual_seed(0)
@@ -3092,60 +3142,92 @@ def demonstration(device: torch.device) -> None:
             vocab_size=1001, hidden_size=width, intermediate_size=384, num_hidden_layers=layers, num_attention_heads=2 * n,
             num_key_value_heads=n, max_position_embeddings=64)).to(device, dtype)
 
-    torch.manual_seed(1)
-    tokens = torch.randint(1001, (batch, length)).to(device)
-
     def loss_fn(output, given):
         return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), given["input_ids"][:, 1:].flatten())
 
-    model, plain = build(torch.float64), build(torch.float64)
-    fuse_norms(plain, [])
-    engine = Hybrid(model, tp=n, lr=1e-3, eps=1e-3, weight_decay=0.01, max_norm=1.0, precision="fp32")
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.01)
-    grad_gap = 0.0
-    for _ in range(3):
-        engine.forward_backward(dict(input_ids=tokens), loss_fn=loss_fn)
-        adam.zero_grad()
-        loss_fn(plain(tokens), dict(input_ids=tokens)).backward()
-        for name, p in plain.named_parameters():
-            grad_gap = max(grad_gap, (engine.full_grad(name) - p.grad.cpu()).abs().max().item())
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        adam.step()
-        engine.step()
-    whole = engine.state_dict()
-    gap = max((whole[name] - p.cpu()).abs().max().item() for name, p in plain.state_dict().items()) if rank == 0 else 0.0
+    torch.manual_seed(1)
+    tokens = torch.randint(1001, (batch, length)).to(device)
 
-    engine = Hybrid(build(torch.float32), tp=n, lr=1e-3, precision="bf16")
-    owned = [[name, tuple(p.shape), engine.layout(p)] for name, p in engine.named_parameters()]
-    for _ in range(2):
-        loss = engine.forward_backward(dict(input_ids=tokens), loss_fn=loss_fn)
-        before = sent_bytes()
-        engine.step()
-    before = sent_bytes()
-    engine.forward_backward(dict(input_ids=tokens), loss_fn=loss_fn)
-    sockets = sent_bytes() - before
-    divided = sum(math.prod(shape) for _, shape, layout in owned if layout.holders < n)
-    same = sum(math.prod(shape) for _, shape, layout in owned if layout.holders == n)
-    held = {kind: sum(places.values()) for kind, places in engine.memory().items()}
-    engine.step()
-    activations, part = batch * length * width * 2, 2 * (n - 1) / n
-    formula = part * ((4 * layers + 1) * activations + 3 * 4 * batch * (length - 1))
-    everyone = together(engine, lambda: [(name, shape, layout.boxes) for name, shape, layout in owned])
-    if rank:
-        return
-    print(f"\n{n} ranks on {device.type}: " + ", ".join(f"{name} {axis.world_size}" for name, axis in engine.axes.items()))
-    print("  " + " ".join(f"rank {r}: dp {r // n} tp {r % n}" for r in range(n)))
-    for k, (name, _, layout) in enumerate(owned):
-        if layout.holders < n and ".1." not in name:
-            places = ["".join(f"[{', '.join(f'{s.start}:{s.stop}' for s in box)}]" for box in theirs[k][2]) for theirs in everyone]
-            print(f"  {name:42}{str(layout.shape):14} {'   '.join(places)}")
-    print(f"divided {divided:,} and whole {same:,} parameters on each rank; bf16, bytes measured and by formula")
-    print(f"  weights {held['parameters']:,} {2 * (divided + same):,}   gradients {held['gradients']:,} {2 * (divided + same):,}"
-          f"   optimizer {held['optimizer']:,} {12 * (divided + same):,}")
-    counted = engine.traffic["tp all_reduce"]
-    print(f"  sent along tp, forward and backward: by sockets {sockets:,}, counted {counted:,}, formula {formula:,.0f}")
-    print(f"largest distance from one process, float64, 3 steps: gradients {grad_gap:.1e}, parameters {gap:.1e}")
-    print(f"loss in bf16 {loss:.4f}")
+    def distance(**mesh) -> str:
+        model, plain = build(torch.float64), build(torch.float64)
+        fuse_norms(plain, [])
+        engine = Hybrid(model, lr=1e-3, eps=1e-3, weight_decay=0.01, max_norm=1.0, precision="fp32", **mesh)
+        adam, grad_gap = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-3, weight_decay=0.01), 0.0
+        for _ in range(3):
+            engine.forward_backward(dict(input_ids=tokens), micro_batches, loss_fn)
+            adam.zero_grad()
+            loss_fn(plain(tokens), dict(input_ids=tokens)).backward()
+            for name, p in plain.named_parameters():
+                grad_gap = max(grad_gap, (engine.full_grad(name) - p.grad.cpu()).abs().max().item())
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            adam.step()
+            engine.step()
+        whole = engine.state_dict()
+        gap = max((whole[name] - p.cpu()).abs().max().item() for name, p in plain.state_dict().items()) if rank == 0 else 0.0
+        return f"largest distance from one process, float64, 3 steps: gradients {grad_gap:.1e}, parameters {gap:.1e}"
+
+    def trained(**mesh):
+        """An engine in bf16, its last loss, and the bytes that left this rank in the third forward and backward."""
+        engine = Hybrid(build(torch.float32), lr=1e-3, precision="bf16", **mesh)
+        for _ in range(3):
+            engine.wait_for_weights()
+            before = sent_bytes()
+            loss = engine.forward_backward(dict(input_ids=tokens), micro_batches, loss_fn)
+            sockets = sent_bytes() - before
+            engine.step()
+        return engine, loss, sockets
+
+    say = print if rank == 0 else lambda *_: None
+    for axis in ("tp", "pp"):
+        gap, (engine, loss, sockets) = distance(**{axis: n}), trained(**{axis: n})
+        own = [p for p in engine.params if p not in engine._absent]
+        owned = [(name, tuple(p.shape), engine.layout(p)) for name, p in engine.named_parameters() if p in set(own)]
+        numel, held = sum(p.numel() for p in own), {kind: sum(places.values()) for kind, places in engine.memory().items()}
+        everyone = [None] * n
+        dist.all_gather_object(everyone, (owned, numel, held))
+        say(f"\n{axis}: {n} ranks on {device.type}: " + ", ".join(f"{name} {a.world_size}" for name, a in engine.axes.items()))
+        activations = batch * length * width * 2
+        if axis == "tp":
+            for k, (name, _, layout) in enumerate(owned):
+                if layout.holders < n and not re.search(r"\.[1-9]", name):
+                    places = ["".join(f"[{', '.join(f'{s.start}:{s.stop}' for s in box)}]" for box in theirs[0][k][2].boxes)
+                              for theirs in everyone]
+                    say(f"  {name:42}{str(layout.shape):14} {'   '.join(places)}")
+            formula = 2 * (n - 1) / n * ((4 * layers + 1) * activations + 3 * 4 * batch * (length - 1))
+            counted = engine.traffic["tp all_reduce"]
+        else:
+            for stage, (theirs, _, _) in enumerate(everyone):
+                blocks = sorted({name.split(".")[2] for name, *_ in theirs if ".layers." in name})
+                beside = sorted({name.rpartition(".")[0] for name, *_ in theirs if ".layers." not in name})
+                say(f"  stage {stage}: blocks {', '.join(blocks)}; {', '.join(beside) or 'nothing else'}")
+            lines, idle = timeline(schedule(n, micro_batches))
+            say("\n".join(f"  rank {k}  {line}" for k, line in enumerate(lines)))
+            say(f"  idle {idle:.3f} of all turns; formula (P-1)/(M+P-1) {(n - 1) / (micro_batches + n - 1):.3f}")
+            formula, counted = (1 if rank in (0, n - 1) else 2) * activations, engine.traffic["pp send"]
+        for r, (_, numel, held) in enumerate(everyone):
+            say(f"  rank {r}: {numel:,} parameters; bytes held and by formula: weights {held['parameters']:,} {2 * numel:,}, "
+                f"gradients {held['gradients']:,} {2 * numel:,}, optimizer {held['optimizer']:,} {12 * numel:,}")
+        say(f"  rank 0 sent in forward and backward: by sockets {sockets:,}, counted {counted:,}, formula {formula:,.0f}")
+        say(f"  loss in bf16 {loss:.4f}; {gap}")
+
+
+def timeline(lists: list[list[tuple[str, int, int]]]) -> tuple[list[str], float]:
+    """What each rank does in each turn, if forward and backward take one each, and the share of turns in which nothing is done."""
+    stages = 1 + max(stage for tasks in lists for _, stage, _ in tasks)
+    rows, done = [[] for _ in lists], {}
+    waiting = [list(tasks) for tasks in lists]
+    for turn in itertools.count():
+        if not any(waiting):
+            break
+        for tasks, row in zip(waiting, rows):
+            kind, stage, k = tasks[0] if tasks else ("", 0, 0)
+            needs = [("F", stage - 1, k)] * (stage > 0) if kind == "F" else [
+                ("F", stage, k), *[("B", stage + 1, k)] * (stage < stages - 1)]
+            ready = tasks and all(done.get(need, turn) < turn for need in needs)
+            row.append(f"{kind}{k}" if ready else "..")
+            if ready:
+                done[tasks.pop(0)] = turn
+    return [" ".join(row) for row in rows], sum(row.count("..") for row in rows) / (len(rows) * len(rows[0]))
 
 
 def sent_bytes() -> int:

@@ -119,7 +119,7 @@ def fp32_beside_reference(name, kind):
     for step in range(3):
         batch, loss_fn = global_batch(kind, 4 * ranks, step, torch.float32)
         reference.backward(batch, loss_fn)
-        units = getattr(engine, "units", None) or getattr(engine, "chunks", [])
+        units = engine.units if name.startswith("fsdp") else engine.chunks if name.startswith("gemini") else []
         gathers = sum(unit.gathers for unit in units)
         engine.forward_backward(rows(batch, 4 * rank, 4 * rank + 4), 2, loss_fn)
         # fsdp: with two micro-batches each unit twice or more, the root once, one of "awkward" never; also at one rank. gemini:
