@@ -11,7 +11,7 @@ divided how, and where the blocks are; those get another class.
                tp 0         tp 1                 tp 0         tp 1
     dp 0    | W0[0] |    | W0[1] |   -->      | W1[0] |    | W1[1] |       along tp: all-reduce of activations, within each block
     dp 1    | W0[0] |    | W0[1] |   -->      | W1[0] |    | W1[1] |       along pp: activations there, their gradients back
-                                                                           along dp: reduce-scatter of gradients, all-gather of weights
+                                                                           along dp: gradients summed, weights gathered
 
                       bytes per rank; Ψ parameters of its stage, of which Ψd are divided and Ψw whole, D dp ranks, T tp ranks
     weights           2(Ψd/T + Ψw)            half precision
@@ -41,20 +41,21 @@ divided how, and where the blocks are; those get another class.
     the next stage and as much to the one before.
 
 Dropout must drop the same where activations are whole on every tp rank, and differ where they are divided: ranks of a tp group
-have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own; so does each stage.
+have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own; each stage, too.
 
 Modules with running statistics (BatchNorm) keep parameters and buffers in fp32, inputs and outputs cast around them. RMS norms
 that transformers writes out in five operators become torch's one kernel where that computes the same. A plan comes from PLANS
 below, from the model (transformers' base_model_tp_plan and _tp_plan) or from `plan=`; models without one train with tp = pp = 1.
-Where ranks outnumber key and value heads, neighbours share one. A vocabulary that tp does not divide is padded on its last rank; nobody
-reads the padding, and a checkpoint has none.
+Where ranks outnumber key and value heads, neighbours share one. A vocabulary that tp does not divide is padded on its last rank;
+nobody reads the padding, and a checkpoint has none.
 
 All ranks of one copy are given the same batch, all ranks make the same calls. Between steps parameters are the own part (shape
 and all), and of other stages' one element; whole weights are in `state_dict` and in checkpoints, which any strategy resumes. With a
 pipeline a batch's forward and backward go together in `forward_backward`; `engine(...)` evaluates, and gives every rank the last
-stage's output. Not here yet, by name: sequence parallelism (sp), capture. Left out: sparse gradients, complex parameters, experts
-(MoE); models in whose blocks more than hidden states depends on weights (pp); a loss that reads weights, which sees this rank's
-part of them (tp); a head's logits in other hands than torch functions' (a C++ extension needs `logits.gathered()`).
+stage's output. To read the logits of a divided head is a collective: on one rank alone, `print(logits)` waits for ever. Not here
+yet, by name: sequence parallelism (sp), capture. Left out: sparse gradients, complex parameters, experts (MoE); models in whose
+blocks more than hidden states depends on weights (pp); a loss that reads weights, which sees this rank's part (tp); a head's
+logits in other hands than torch functions' (a C++ extension needs `logits.gathered()`).
 
 Megatron-LM, arXiv:1909.08053 (§3: pairs of linears, vocabulary); ZeRO, arXiv:1910.02054 (§5.1); grouped heads, arXiv:2305.13245;
 1F1B: arXiv:2006.09503 §3; interleaved: arXiv:2104.04473 §2.2; mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
@@ -272,8 +273,7 @@ class TensorParallel:
         self.generator, self.dropout = default_generator(axis.device), dropout
         self.inside = False  # between a column linear and its row linear
         self._saved: Tensor | None = None  # the state of the generator outside of what is divided
-        self._copied: tuple | None = None
-        self.counted: set[tuple] = set()  # (module, attribute) that already counts this rank's alone
+        self._copied: tuple | None = None  # (weakly x, grad mode, Copy(x)) of the last x that was copied
 
     def __deepcopy__(self, memo):
         return self  # a copy of the model is divided in the same way
@@ -314,12 +314,16 @@ class TensorParallel:
                                'that are divided between tp ranks: give it the style "replicated_with_grad_allreduce", or use tp=1')
 
 
+# What `divide` gives these modules: _tp, the TensorParallel of the model; _style; _transposed, is it a Conv1D?; _is_head; _whole,
+# outputs or words of all ranks; an embedding also _first, this rank's first word, and _padding, its word that gets no gradient.
+
+
 class ColumnParallel:
     """In the class of a linear whose outputs are divided."""
 
-    def forward(self, x):
+    def forward(self, input):
         tp = self._tp
-        y = super().forward(tp.copy(x))
+        y = super().forward(tp.copy(input))
         if self._style == "colwise_gather_output":
             tp.leave()
             return ShardedLogits.of(y, tp.axis, self._whole) if self._is_head else gather(y, tp.axis)[..., : self._whole]
@@ -330,17 +334,17 @@ class ColumnParallel:
 class RowParallel:
     """In the class of a linear whose inputs are divided."""
 
-    def forward(self, x):
+    def forward(self, input):
         tp = self._tp
         tp.leave()  # before the product, in which checkpointing may find that it has computed enough again, and stop
-        x = split(x, tp.axis) if self._style == "rowwise_split_input" else x
+        x = split(input, tp.axis) if self._style == "rowwise_split_input" else input
         y = sum_over(x @ self.weight if self._transposed else nn.functional.linear(x, self.weight), tp.axis)
         return y if self.bias is None else y + self.bias  # once, to the sum
 
 
 class VocabParallel(nn.Embedding):
-    """In the class of an embedding, behind the class that it had, which may do more with the rows: this rank has those of the
-    words [_first, _first + rows)."""
+    """In the class of an embedding, behind the class that it had, which may scale what this returns: this rank has the rows of the
+    words [_first, _first + rows), every other rank's are zeros here, and the sum has all."""
 
     def forward(self, ids):
         check_ids((ids >= 0) & (ids < self._whole), f"a token outside of the vocabulary of {self._whole}")
@@ -385,7 +389,7 @@ class ShardedLogits(torch.Tensor):
                                 or name.endswith("_") and not name.endswith("__") or "out" in kwargs):
             raise RuntimeError(f"{name}: logits are divided between ranks and cannot be changed in place or hooked: "
                                "use logits.gathered()")
-        if self is not None and function in KEEP_DIVIDED and self is args[0]:
+        if self is not None and function in KEEP_DIVIDED and self is args[0] and not kwargs.get("copy"):
             with torch._C.DisableTorchFunctionSubclass():
                 local = self.as_subclass(Tensor)
                 shape = (*local.shape[:-1], self.whole)
@@ -418,8 +422,8 @@ class ShardedLogits(torch.Tensor):
                        "label_smoothing": 0.0} | kwargs
             target = options.pop("target", args[1] if len(args) == 2 else None)
             ignore_index, reduction = options.pop("ignore_index"), options.pop("reduction")
-            defaults = all(v is None or not isinstance(v, Tensor) and v == 0.0 for v in options.values())
-            if defaults and isinstance(target, Tensor) and not target.is_floating_point():
+            defaults = options.pop("label_smoothing") == 0.0 and all(v is None for v in options.values())
+            if defaults and reduction in ("mean", "sum", "none") and isinstance(target, Tensor) and not target.is_floating_point():
                 with torch._C.DisableTorchFunctionSubclass():
                     losses = VocabCrossEntropy.apply(self.as_subclass(Tensor), target, self.axis, self.whole, ignore_index)
                     count = (target != ignore_index).sum() if reduction == "mean" else 1
@@ -433,8 +437,7 @@ class ShardedLogits(torch.Tensor):
 
 
 KEEP_DIVIDED = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.__getitem__,
-                Tensor.float, Tensor.double, Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.dim, Tensor.ndim.__get__,
-                Tensor.dtype.__get__,
+                Tensor.float, Tensor.double, Tensor.to, Tensor.contiguous, Tensor.dim, Tensor.ndim.__get__, Tensor.dtype.__get__,
                 Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_floating_point,
                 Tensor.layout.__get__, Tensor.is_leaf.__get__, Tensor.element_size}
 
@@ -459,15 +462,17 @@ class VocabCrossEntropy(torch.autograd.Function):
         score = torch.where(here, local.gather(1, place[:, None])[:, 0] - most, 0.0)
         sums = torch.stack([shares.sum(1), score])
         # before: sums of the own exponentials, and the target's score where it is here.  after: of all.
+        # sends: 2(N-1)/N * 2T numbers; all wait.
         axis.all_reduce(sums)
         ctx.save_for_backward(shares / sums[0][:, None], place, here, ignored)
         ctx.padding = local.shape[1] - real
         return torch.where(ignored, 0.0, sums[0].log() - sums[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        shares, place, here, ignored = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            raise RuntimeError("cross entropy of divided logits has no second derivative: use logits.gathered()")
+        shares, place, here, ignored = ctx.saved_tensors  # softmax, less 1 at the target
         if shares.shape[1]:
             shares = shares.scatter_add(1, place[:, None], -here.to(shares.dtype)[:, None])
         shares = torch.where(ignored[:, None], 0.0, shares * grad[:, None])
@@ -611,10 +616,12 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
             continue
         if not (isinstance(module, nn.Linear) or "Conv1D" in type(module).__name__):
             raise ValueError(f"{name} is a {type(module).__name__}; only linears can be divided as {style}")
+        if "weight" not in module._parameters:
+            raise ValueError(f"{name}.weight is computed from other parameters (weight_norm?), which {style} cannot divide")
         if type(module).forward is not nn.Linear.forward and "Conv1D" not in type(module).__name__ and (
                 not isinstance(module, (ColumnParallel, RowParallel))):
             raise ValueError(f"{name} is a {type(module).__name__} with a forward of its own, which {style} would not call")
-        out, in_ = (0, 1) if isinstance(module, nn.Linear) else (1, 0)
+        out, in_ = (0, 1) if isinstance(module, nn.Linear) else (1, 0)  # Conv1D keeps [in, out]
         if style.startswith("packed"):
             pieces = packed(name, "colwise" in style)
         if "rowwise" in style:
@@ -630,6 +637,9 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
             if p in layouts and not any(name == m or name.startswith(m + ".") for m in modules):
                 if not (key == "bias" and p.ndim == 1 and name.endswith("predictions")):  # BERT keeps its decoder's bias twice
                     raise ValueError(f"{name}.{key} is tied to a weight that is divided, but {kind}'s plan does not name {name}")
+    if all(module in (input_, output) or styles[name].startswith("replicated") for name, module in modules.items()):
+        raise ValueError(f"{kind}: the plan divides no linear but the head, so each rank would have all blocks whole: use tp=1, or "
+                         "give plan={name: style}")
     for name in modules:
         parent = model.get_submodule(name.rpartition(".")[0])
         own = parent.named_parameters(recurse=False) if styles[name] in COLUMNS else ()
@@ -655,6 +665,7 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
         if layout.holders == 1 and local.shape[0] < rows and local.shape[1:] == p.shape[1:]:  # the vocabulary's last rows: zeros
             local = torch.cat([local, local.new_zeros(rows - local.shape[0], *local.shape[1:])])
         set_data(p, blank(p).expand(local.shape) if p in absent else local.clone(memory_format=torch.contiguous_format))
+    counted: set[tuple] = set()  # (module, attribute) that already counts this rank's alone
     for name, module in modules.items():
         style = styles[name]
         if style == "replicated_with_grad_allreduce" or isinstance(module, AbsentEmbedding):
@@ -680,8 +691,8 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
         own = ATTRIBUTES.get(kind, {})
         mine = own.get(generic(name.rpartition(".")[0]).removeprefix(prefix), ())
         for key, total in counts + [(key, getattr(parent, key)) for key in mine]:
-            if getattr(parent, key, None) == total and (parent, key) not in shared.counted:
-                shared.counted.add((parent, key))
+            if getattr(parent, key, None) == total and (parent, key) not in counted:
+                counted.add((parent, key))
                 changes.append((parent, key, total))
                 setattr(parent, key, max(total // n, 1))
         if hasattr(parent, "num_key_value_groups"):
@@ -749,7 +760,7 @@ def fuse_norms(model: nn.Module, changes: list) -> None:
         if len(inspect.signature(type(module).forward).parameters) != 2:  # self and x
             continue
         generator = torch.Generator().manual_seed(0)
-        w, x = (torch.randn(*shape, len(weight), generator=generator) for shape in ((), (2, 3)))
+        w, x = (torch.randn(*shape, len(weight), generator=generator, device="cpu") for shape in ((), (2, 3)))
         trial = copy.deepcopy(module).to("cpu", torch.float32)
         trial.weight.data, found = w, []
         with torch.no_grad(), contextlib.suppress(TypeError, RuntimeError):  # one of another kind
@@ -1156,7 +1167,8 @@ class Hybrid:
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) != 1:
             raise ValueError(f"the model must live on one device, found {sorted(map(str, devices)) or 'no parameters'}")
-        self._model, self.device, self.group = model, devices.pop(), None
+        self._model, self.device = model, devices.pop()
+        self.group = None  # all ranks: what checkpoints and whole tensors go through
         for name, p in model.named_parameters():
             if p.is_complex():
                 raise ValueError(f"complex parameters are not supported: {name} is {p.dtype}")
@@ -1211,7 +1223,7 @@ class Hybrid:
         if pp > 1:
             self.pipeline = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
             self._absent, self._shared = self.pipeline.absent, self.pipeline.shared
-        self.chunks = self.pipeline.chunks if self.pipeline else 1
+        self._chunks = self.pipeline.chunks if self.pipeline else 1
         if tp > 1:
             self.layouts = layouts[2]
             self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, self.changes)
@@ -1322,7 +1334,7 @@ class Hybrid:
         lists = sorted(closed + list(open_.items()), key=lambda entry: -max(entry[1]))
         for (_, *kind), indices in lists:
             self.buckets.append(self._make_bucket(indices, *kind, part=len(lists) - 1 - len(self.buckets)))
-        self._received = {}
+        self._received = {}  # under gloo: room for what the others send of a bucket (SliceSum), one for each dtype
         for b in self.buckets:
             if self._slices.by_hand:
                 numel = b.master.numel() * (self._slices.world_size - 1)
@@ -1337,6 +1349,7 @@ class Hybrid:
             self._counted_blocks = adam.chunks[counted[adam.chunks[:, 0].long()]] if len(adam.chunks) else adam.chunks
 
     def _bucket_of_part(self, part: int) -> Bucket:
+        """Parts count from what forward reads first, buckets from what backward meets first."""
         return self.buckets[len(self.buckets) - 1 - part]
 
     def _make_bucket(self, indices: list[int], holders: int, partial: bool, stages: tuple, part: int) -> Bucket:
@@ -1545,9 +1558,9 @@ class Hybrid:
             # sends: 2(N-1)/N * 8 bytes; needed when the first backward starts, so it overlaps with the first forward.
             total_work = self.dp.all_reduce(total, async_op=True)
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-            tasks = schedule(self.pp.world_size, micro_batches, self.chunks)[self.pp.rank]
+            tasks = schedule(self.pp.world_size, micro_batches, self._chunks)[self.pp.rank]
             held: dict[tuple, tuple] = {}  # (stage, micro-batch) -> (input, output), from its forward to its backward
-            shapes, first, last_stage = [shapes_in(piece) for piece in pieces], True, self.pp.world_size * self.chunks - 1
+            shapes, first, last_stage = [shapes_in(piece) for piece in pieces], True, self.pp.world_size * self._chunks - 1
             for turn, (kind, stage, k) in enumerate(tasks):
                 mine, last = k < len(pieces), turn == len(tasks) - 1  # a copy may have fewer pieces than the others
                 if kind == "F" and mine:
@@ -1822,7 +1835,8 @@ class Hybrid:
         self._to_compile = []
 
     def _square_sum(self) -> None:
-        """Of the gradients that this rank counts: what several ranks hold alike, the first of them does."""
+        """Of the gradients that this rank counts: what several ranks hold alike, the first of them does. The shared Adam sums over
+        `pieces` and `chunks`, so for the moment these are the counted ones."""
         adam = self.optimizer
         everything = adam.pieces, adam.cuda and adam.chunks
         adam.pieces = self._counted_pieces

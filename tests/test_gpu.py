@@ -17,6 +17,7 @@ import pytest
 import test_contract as contract
 import test_ddp
 import test_hybrid
+import test_pipeline
 import torch
 import torch.distributed as dist
 from models import (
@@ -471,7 +472,8 @@ def under_budget_on_the_gpu():
             engine.step()
             torch.cuda.synchronize()
             most = torch.cuda.max_memory_allocated()
-            assert budget is None or step == 0 or most <= budget, (step, most, budget)  # the first pass is what finds the moments
+            # The first pass is what finds the moments. torch counts multiples of 512 bytes for a tensor, the engine its bytes.
+            assert budget is None or step == 0 or most <= budget + 2**17, (step, most, budget)
         # At whichever moment the peak was: the traced bytes differ by a gradient that autograd has just made, less than 0.5 %.
         of_engine = [(most - others) / engine.most_device_bytes for others in (min(engine.plan.others), max(engine.plan.others))]
         assert all(abs(ratio - 1) <= 0.01 for ratio in of_engine), (of_engine, most, engine.most_device_bytes)
@@ -578,11 +580,13 @@ def test_cases_of_ddp(run, case):
 # ---- hybrid: what is divided along tp ----------------------------------------------------------------------------------------
 
 
+def needs(ranks):
+    return pytest.mark.skipif(ranks not in rank_counts((2, 4)), reason=f"needs {ranks} ranks: as many GPUs, or NCCL 2.30 to share one")
+
+
 def meshes(*wanted):
-    found = rank_counts((2, 4))
-    return pytest.mark.parametrize("ranks, tp", [pytest.param(
-        ranks, tp, id=f"{ranks}ranks-tp{tp}", marks=pytest.mark.skipif(
-            ranks not in found, reason=f"needs {ranks} ranks: as many GPUs, or NCCL 2.30 to share one")) for ranks, tp in wanted])
+    return pytest.mark.parametrize("ranks, tp", [
+        pytest.param(ranks, tp, id=f"{ranks}ranks-tp{tp}", marks=needs(ranks)) for ranks, tp in wanted])
 
 
 def in_fp32(function, *args):
@@ -745,3 +749,50 @@ def test_hybrid_waits_for_no_device(run, ranks, tp, precision):
 @meshes((2, 2), (4, 2))
 def test_hybrid_late_collectives_change_no_bit(run, ranks, tp):
     run(ranks, late_collectives_and_copies, "hybrid", tp=tp)
+
+
+# ---- hybrid: stages along pp -------------------------------------------------------------------------------------------------
+
+
+def stages(*wanted):
+    return pytest.mark.parametrize("ranks, knobs", [
+        pytest.param(ranks, knobs, id="-".join([f"{ranks}ranks", *(f"{k}{v}" for k, v in knobs.items())]), marks=needs(ranks))
+        for ranks, knobs in wanted])
+
+
+INTERLEAVED = dict(pp=2, schedule="interleaved")
+
+
+@stages((2, dict(pp=2)), (2, INTERLEAVED), (4, dict(pp=4)), (4, dict(pp=2, tp=2)), (4, dict(pp=2)), (4, INTERLEAVED | dict(tp=2)))
+def test_hybrid_stages_float64_equal_one_process(run, ranks, knobs):
+    run(ranks, test_pipeline.beside_one_process, ["bert-classes", "gpt2", "llama"], **knobs)
+
+
+@stages((2, dict(pp=2)), (4, dict(pp=2, tp=2)))
+def test_hybrid_overflow_on_the_last_stage(run, ranks, knobs):
+    run(ranks, test_pipeline.overflow_on_the_last_stage, **knobs)
+
+
+def divided_fp32_on_stages(**knobs):
+    """A tied GPT-2 and a Llama in fp32, which adam_cuda.cu updates; a stage without blocks among four."""
+    for kind in ("gpt2", "llama"):
+        model, plain = (test_hybrid.build(kind, dtype=torch.float32) for _ in range(2))
+        reference = Reference(test_hybrid.plain_norms(plain), two_groups, 0.5, lr=0.01, eps=1e-3)
+        engine = build_engine("hybrid", model, two_groups(model), lr=0.01, eps=1e-3, precision="fp32", max_norm=0.5, **knobs)
+        assert engine.optimizer.cuda, "adam_cuda.cu was not used"
+        for step in range(3):
+            batch = test_hybrid.batch_of(kind, 4, step)
+            test_hybrid.own_loss(reference.model(**batch), batch).backward()
+            loss = engine.forward_backward(batch, 3, test_hybrid.own_loss)
+            norm = reference.step()
+            engine.step()
+            contract.close(engine.grad_norm, norm, 1e-4)
+            assert loss.isfinite()
+        saved = engine.state_dict()
+        for name, p in reference.model.state_dict().items() if dist.get_rank() == 0 else ():
+            contract.close(saved[name].to(p), p, 1e-4)
+
+
+@stages((2, dict(pp=2)), (4, dict(pp=4)), (4, dict(pp=2, tp=2)))
+def test_hybrid_stages_fp32_equal_one_process(run, ranks, knobs):
+    run(ranks, divided_fp32_on_stages, **knobs)
