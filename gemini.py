@@ -628,7 +628,7 @@ class Gemini:
             return NEVER
         given_back = sum(p.numel() * p.element_size() for p in self.all_params if p.device.type == "cpu")
         sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        room = torch.tensor(int(0.85 * host_memory_available() / sharing) + given_back, device=self.device)
+        room = torch.tensor(int(0.85 * (host_memory_available() / sharing + given_back)), device=self.device)
         # before: each rank's own figure.  after: the least.  sends: 2(N-1)/N * 8 bytes, once; all wait.
         self._all_reduce(room, op=dist.ReduceOp.MIN)
         return int(room)

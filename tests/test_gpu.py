@@ -451,6 +451,7 @@ def under_budget_on_the_gpu():
     the GPU, as torch counts, never has more than the budget; and what it has at most is what the engine's ledger says beside what
     the first pass has traced of everything else. Beside the engine that has room for all, and Adam on the GPU, the weights are
     those but for rounding (CPU and GPU round Adam differently, and bf16 gradients after that)."""
+    gc.collect()  # what earlier tests have left must not go while the first pass traces
     layers, layer, n = 72, 1024 * 1024, dist.get_world_size()
     loss_fn, x = (lambda out, x: out.float().square().mean()), torch.randn(4, 1024)
     warm = torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)  # the libraries' own memory, in forward and in backward

@@ -96,7 +96,7 @@ def beside_one_process(kinds, *, with_loss_fn=True, tolerance=1e-10, frozen="not
                 engine.step()
                 close(engine.grad_norm, norm, tolerance)
                 assert_same_on_all_ranks([loss, engine.grad_norm])
-                assert norm > 0.5 or step, "clips at least once"
+                assert norm > 0.5 or step or frozen == "all but the head", "clips at least once"
                 assert_stages_equal(engine, reference.model, tolerance)
                 if step == 0:  # and then goes on to train: nothing is left on its way
                     logits({k: v for k, v in batch.items() if k != "labels"})
