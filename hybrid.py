@@ -154,7 +154,8 @@ class Axis:
         self.by_hand = world_size > 1 and backends != "nccl" and f"{self.device.type}:nccl" not in backends  # see SliceSum
 
     def _count(self, collective: str, sent_bytes: int) -> None:
-        self.engine()._count(f"{self.name} {collective}", sent_bytes)
+        if (engine := self.engine()) is not None:
+            engine._count(f"{self.name} {collective}", sent_bytes)
 
     def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM, async_op: bool = False) -> dist.Work | None:
         """In place; counts what a ring sends. None without `async_op`, on one rank, or for no elements."""
@@ -268,9 +269,9 @@ sum_over, gather, split = (torch.compiler.disable(function.apply) for function i
 class TensorParallel:
     """The tp axis at work: what divided modules share in a forward."""
 
-    def __init__(self, axis: Axis, model: nn.Module, layouts: "dict[nn.Parameter, Layout]", dropout: bool):
+    def __init__(self, axis: Axis, model: nn.Module, layouts: "dict[nn.Parameter, Layout]"):
         self.axis, self.model, self.layouts = axis, weakref.ref(model), layouts
-        self.generator, self.dropout = default_generator(axis.device), dropout
+        self.generator = default_generator(axis.device)
         self.inside = False  # between a column linear and its row linear
         self._saved: Tensor | None = None  # the state of the generator outside of what is divided
         self._copied: tuple | None = None  # (weakly x, grad mode, Copy(x)) of the last x that was copied
@@ -291,7 +292,7 @@ class TensorParallel:
         """From here to `leave` activations are divided, so dropout must differ between ranks; everywhere else it must not. The
         seed is drawn from the CPU's generator, which is in step on all ranks and which checkpointing sets back."""
         self.inside = True
-        if self.dropout and training and self._saved is None:
+        if training and self._saved is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
             self._saved = self.generator.get_state()
             self.generator.manual_seed(seed + self.axis.rank)
@@ -326,7 +327,9 @@ class ColumnParallel:
         y = super().forward(tp.copy(input))
         if self._style == "colwise_gather_output":
             tp.leave()
-            return ShardedLogits.of(y, tp.axis, self._whole) if self._is_head else gather(y, tp.axis)[..., : self._whole]
+            if self._is_head:
+                return ShardedLogits.of(y, tp.axis, self._whole)
+            return gather(y, tp.axis)[..., : self._whole].contiguous()
         tp.enter(self.training)
         return y
 
@@ -383,13 +386,14 @@ class ShardedLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs, self = kwargs or {}, next((a for a in args if isinstance(a, ShardedLogits)), None)
-        name = getattr(function, "__name__", "")
-        if self is args[0] and (function in (Tensor.register_hook, Tensor.retain_grad, Tensor.__setitem__)
-                                or name.endswith("_") and not name.endswith("__") or "out" in kwargs):
+        kwargs, self, name = kwargs or {}, args[0] if args else None, getattr(function, "__name__", "")
+        mine = isinstance(self, ShardedLogits)
+        if isinstance(kwargs.get("out"), ShardedLogits) or mine and (
+                function in (Tensor.register_hook, Tensor.retain_grad, Tensor.__setitem__) or kwargs.get("inplace")
+                or name.endswith("_") and not name.endswith("__")):
             raise RuntimeError(f"{name}: logits are divided between ranks and cannot be changed in place or hooked: "
                                "use logits.gathered()")
-        if self is not None and function in KEEP_DIVIDED and self is args[0] and not kwargs.get("copy"):
+        if mine and function in KEEP_DIVIDED and not kwargs.get("copy"):
             with torch._C.DisableTorchFunctionSubclass():
                 local = self.as_subclass(Tensor)
                 shape = (*local.shape[:-1], self.whole)
@@ -417,7 +421,7 @@ class ShardedLogits(torch.Tensor):
                 else:
                     output = function(local, *args[1:], **kwargs)
                     return cls.of(output, self.axis, self.whole) if isinstance(output, Tensor) else output
-        if function is nn.functional.cross_entropy and self is args[0] and self.ndim == 2:
+        if mine and function is nn.functional.cross_entropy and self.ndim == 2:
             options = {"weight": None, "size_average": None, "ignore_index": -100, "reduce": None, "reduction": "mean",
                        "label_smoothing": 0.0} | kwargs
             target = options.pop("target", args[1] if len(args) == 2 else None)
@@ -653,9 +657,9 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
     """Leave each rank its part of the modules that the plan names (see `plan_layouts`); note in `changes` what modules were.
     absent: parameters that another stage has, which take no memory."""
     n, prefix = tp.world_size, prefix_of(model)
-    kind, config, heads, kv_heads = numbers_of(model, n)
+    kind, _, heads, kv_heads = numbers_of(model, n)
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    shared = TensorParallel(tp, model, layouts, drops(model))
+    shared = TensorParallel(tp, model, layouts)
     for p, layout in layouts.items():
         source = p.data.to("meta") if p in absent else p.data
         parts = [source[box] for box in layout.boxes]
@@ -699,12 +703,6 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
             changes.append((parent, "num_key_value_groups", parent.num_key_value_groups))
             parent.num_key_value_groups = (heads // n) // max(kv_heads // n, 1)
     return shared
-
-
-def drops(model: nn.Module) -> bool:
-    """Does it drop activations? Then its forward draws random numbers in training."""
-    numbers = [getattr(getattr(model, "config", None), "__dict__", {}), *(vars(m) for m in model.modules())]
-    return any(isinstance(v, (int, float)) and v > 0 and ("drop" in k or k == "p") for own in numbers for k, v in own.items())
 
 
 COLUMNS = ("colwise", "packed_colwise")
@@ -848,8 +846,9 @@ class Pipeline:
         self.running = self.received = None  # the stage whose forward is being run, and what came from the one before
         self.in_tuples = False  # do blocks return tuples? Known to the first stage, which tells the next
         self.known: dict[tuple, tuple] = {}  # (stage, shapes of a micro-batch) -> what is sent from it to the next
-        self.coming: dict[tuple, tuple] = {}  # (kind, stage, micro-batch) -> (tensor, work) of what has been asked for ahead
-        self.sending: list[tuple] = []
+        self.coming: dict[tuple, tuple] = {}  # ("F" or "B", stage, micro-batch) -> (tensor, work) that has been asked for ahead
+        self.sending: dict[tuple, list] = {}  # the same -> (tensor, work) of what is on its way, the oldest first
+        self.calls = 0  # of forward_backward and forward: the tag of their messages, so that none is taken for another call's
         stage_of = self._stages_by_module(model, plan)
         holders: dict[nn.Parameter, set[int]] = {}
         for name, module in model.named_modules():
@@ -870,10 +869,6 @@ class Pipeline:
                     changes.append((module, "__class__", type(module)))
                     module.__class__ = mixed(type(module), AbsentEmbedding)
                 mark(changes, module, _elsewhere=(name, stage_of[name]))
-        config = getattr(model, "config", None)
-        if getattr(config, "use_cache", False):  # a cache would hold the keys and values of a rank's own blocks alone
-            changes.append((config, "use_cache", True))
-            config.use_cache = False
         for p in self.absent:
             p.data = blank(p).expand(p.shape)
         self._connect()
@@ -965,7 +960,7 @@ class Pipeline:
         for stage in range(min(self.stages, pp.world_size + 1) - 1):
             for source, to in ((stage, stage + 1), (stage + 1, stage)):
                 if source % pp.world_size == pp.rank:
-                    self.send(torch.zeros(1, device=pp.device), source, to)
+                    self.send(torch.zeros(1, device=pp.device), source, to, 0)
                 if to % pp.world_size == pp.rank:
                     self._receive((1,), torch.float32, source, to)[1].wait()
         self.finish()
@@ -973,67 +968,88 @@ class Pipeline:
     def _line(self, source: int, to: int):
         return self.groups[to - source, max(source, to) % self.axis.world_size == 0]
 
-    def send(self, x: Tensor, source: int, to: int) -> None:
+    def send(self, x: Tensor, source: int, to: int, k: int) -> None:
         # before: this rank has x.  after: so has the rank of the next stage, or of the one before.
-        # sends: x's bytes, while this rank goes on; x is kept until `finish`, or until it has arrived.
-        self.sending = [(work, kept) for work, kept in self.sending if not work.is_completed()]
+        # sends: x's bytes, while this rank goes on; x is kept until it is known to have arrived (`sent`).
         x = x.detach().contiguous()
         x = x.cpu() if self.axis.by_hand else x
         self.axis._count("send", x.numel() * x.element_size())
-        self.sending.append((dist.isend(x, group=self._line(source, to), group_dst=to % self.axis.world_size), x))
+        work = dist.isend(x, group=self._line(source, to), group_dst=to % self.axis.world_size, tag=self.calls)
+        self.sending.setdefault(("F" if to > source else "B", source, k), []).append((x, work))
+
+    def sent(self, key: tuple) -> None:
+        """Wait until this has arrived."""
+        for _, work in self.sending.pop(key, ()):
+            work.wait()
+
+    def finish(self) -> None:
+        for key in list(self.sending):
+            self.sent(key)
+
+    def forget(self) -> None:
+        """After an exception, which all ranks have met, or those that wait run into their time limit."""
+        self.known, self.coming, self.sending = {}, {}, {}
 
     def _receive(self, shape, dtype: torch.dtype, source: int, to: int) -> tuple[Tensor, dist.Work]:
         x = torch.empty(shape, dtype=dtype, device="cpu" if self.axis.by_hand else self.axis.device)
-        return x, dist.irecv(x, group=self._line(source, to), group_src=source % self.axis.world_size)
+        return x, dist.irecv(x, group=self._line(source, to), group_src=source % self.axis.world_size, tag=self.calls)
 
     def _arrived(self, coming) -> Tensor:
         x, work = coming
         work.wait()
         return x.to(self.axis.device)
 
-    def send_hidden(self, hidden: Tensor, stage: int, shapes: tuple) -> None:
+    def send_hidden(self, hidden: Tensor, stage: int, k: int, shapes: tuple) -> None:
         """To the next stage. The first time that a micro-batch has these shapes, a header goes ahead: dims, dtype, does it want a
         gradient back, do blocks return tuples. Both ends remember, so later ones come without, and nobody waits for a header."""
         header = [hidden.ndim, *hidden.shape, CODES.index(hidden.dtype), hidden.requires_grad, self.in_tuples]
         known = self.known.setdefault((stage, shapes), header)
         if known is header:
             padded = torch.tensor(header + [0] * (16 - len(header)), dtype=torch.int64, device=self.axis.device)
-            self.send(padded, stage, stage + 1)
+            self.send(padded, stage, stage + 1, k)
         elif known != header:
             raise RuntimeError(f"stage {stage} sends {header} where a micro-batch of the same shapes gave {known} before")
-        self.send(hidden, stage, stage + 1)
+        self.send(hidden, stage, stage + 1, k)
 
-    def expect_hidden(self, stage: int, k: int, shapes: tuple) -> None:
-        """Ask for what comes from the stage before ahead of time, if it is known what that will be."""
-        if (stage - 1, shapes) in self.known and ("F", stage, k) not in self.coming:
+    def ask(self, kind: str, stage: int, k: int, shapes: tuple, held: Mapping) -> bool:
+        """Ask for what a task receives, if it is known already what that will be; in the order of tasks, which is that of sending.
+        held: (stage, micro-batch) -> (input, output). False: it is not known, so nothing behind it may be asked for."""
+        key = kind, stage, k
+        if key in self.coming or (stage == 0 if kind == "F" else stage == self.stages - 1):
+            return True
+        if kind == "F" and (stage - 1, shapes) in self.known:
             ndim, *rest = self.known[stage - 1, shapes]
-            self.coming["F", stage, k] = self._receive(rest[:ndim], CODES[rest[ndim]], stage - 1, stage)
+            self.coming[key] = self._receive(rest[:ndim], CODES[rest[ndim]], stage - 1, stage)
+        elif kind == "B" and (stage, k) in held:
+            hidden = held[stage, k][1]
+            if hidden.requires_grad:
+                self.coming[key] = self._receive(hidden.shape, hidden.dtype, stage + 1, stage)
+        else:
+            return False
+        return True
 
     def receive_hidden(self, stage: int, k: int, shapes: tuple) -> Tensor:
         if (stage - 1, shapes) not in self.known:
             header = self._arrived(self._receive((16,), torch.int64, stage - 1, stage)).tolist()
             self.known[stage - 1, shapes] = header[: header[0] + 4]
-        self.expect_hidden(stage, k, shapes)
+        self.ask("F", stage, k, shapes, {})
         *_, wants_grad, in_tuples = self.known[stage - 1, shapes]
         self.in_tuples = bool(in_tuples)
         return self._arrived(self.coming.pop(("F", stage, k))).requires_grad_(bool(wants_grad) and torch.is_grad_enabled())
 
-    def expect_grad(self, stage: int, k: int, hidden: Tensor) -> None:
-        if ("B", stage, k) not in self.coming:
-            self.coming["B", stage, k] = self._receive(hidden.shape, hidden.dtype, stage + 1, stage)
+    def receive_grad(self, stage: int, k: int) -> Tensor:
+        """Of what was sent to the next stage; it has been asked for."""
+        grad = self._arrived(self.coming.pop(("B", stage, k)))
+        self.sent(("F", stage, k))  # what comes back has arrived before
+        return grad
 
-    def receive_grad(self, stage: int, k: int, hidden: Tensor) -> Tensor:
-        self.expect_grad(stage, k, hidden)
-        return self._arrived(self.coming.pop(("B", stage, k)))
-
-    def send_grad(self, received: Tensor, stage: int) -> None:
-        self.send(torch.zeros_like(received) if received.grad is None else received.grad, stage, stage - 1)
-
-    def finish(self) -> None:
-        """Until everything sent has left."""
-        for work, _ in self.sending:
-            work.wait()
-        self.sending = []
+    def send_grad(self, received: Tensor, stage: int, k: int) -> None:
+        self.send(torch.zeros_like(received) if received.grad is None else received.grad, stage, stage - 1, k)
+        # The rank below has gone two micro-batches on since it took this, or is only taking what comes. With chunks it may lag
+        # behind by all that it runs ahead.
+        on_their_way = [key for key in self.sending if key[0] == "B"]
+        if len(on_their_way) > (2 if self.chunks == 1 else 2 * self.stages):
+            self.sent(on_their_way[0])
 
     def to_all(self, output):
         """The last stage's output, whatever it is made of, on every rank of the axis."""
@@ -1088,10 +1104,6 @@ def tensors_in(x) -> list[Tensor]:
         return [x]
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
     return [t for value in values for t in tensors_in(value)]
-
-
-def shapes_in(x) -> tuple:
-    return tuple(tuple(t.shape) for t in tensors_in(x))
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------------
@@ -1219,7 +1231,7 @@ class Hybrid:
         self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         self.changes: list[tuple] = []  # (module, attribute, what it was): made to the model, and taken back by `_let_go`
         self.layouts, self._tensor_parallel, self.pipeline = {}, None, None
-        self._absent, self._shared, self._dropout = set(), {}, drops(model)
+        self._absent, self._shared = set(), {}
         if pp > 1:
             self.pipeline = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
             self._absent, self._shared = self.pipeline.absent, self.pipeline.shared
@@ -1229,6 +1241,11 @@ class Hybrid:
             self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, self.changes)
             self._same_random_numbers()
         fuse_norms(model, self.changes)
+        config = getattr(model, "config", None)
+        if (pp > 1 or compile) and getattr(config, "use_cache", False):
+            # It would hold keys and values of a rank's own blocks alone; and for each place in it a block would be compiled anew.
+            self.changes.append((config, "use_cache", True))
+            config.use_cache = False
         self._holders = {1: Axis(self, "tp", 1, 0, None), tp: self.tp}  # by size: neighbours on the tp axis with the same part
         for size in sorted({layout.holders for layout in self.layouts.values()} - self._holders.keys()):
             groups = {}
@@ -1259,7 +1276,8 @@ class Hybrid:
         self._module_hooks = [m.register_forward_pre_hook(lambda m, _: self._before_module(m))
                               for m in model.modules() if m._parameters]
         hooks += self._module_hooks
-        hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._before_model()), prepend=True))
+        before = torch.compiler.disable(lambda module, args, kwargs: self._before_model(kwargs))
+        hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._hooks = hooks
         ENGINES[model] = weakref.WeakMethod(self._let_go)
         self.zero_grad()  # gradients from before belong to nobody
@@ -1446,41 +1464,48 @@ class Hybrid:
         if torch.is_grad_enabled():
             raise RuntimeError("with a pipeline forward and backward of a batch go together: call engine.forward_backward(batch), "
                                "or engine(...) under torch.no_grad()")
-        output = None
-        for stage in self.pipeline.own:
-            output = self._forward_stage(stage, 0, shapes_in((args, kwargs)), lambda: self._forward(*args, **kwargs))[1]
-        self.pipeline.finish()
+        self._refuse(kwargs)  # on all ranks alike, before one waits for another
+        self.pipeline.calls += 1
+        try:
+            for stage in self.pipeline.own:
+                output = self._forward_stage(stage, 0, self._shapes((args, kwargs)), lambda: self._forward(*args, **kwargs))[1]
+            self.pipeline.finish()
+        except BaseException:
+            self.pipeline.forget()
+            raise
         return self.pipeline.to_all(output)
+
+    def _shapes(self, batch) -> tuple:
+        """Of its tensors, and what else decides what is sent between stages."""
+        return tuple(tuple(t.shape) for t in tensors_in(batch)), torch.is_grad_enabled(), self._model.training
 
     def _forward_stage(self, stage: int, k: int, shapes: tuple, run) -> tuple[Tensor | None, Tensor]:
         """What came from the stage before, and what `run` makes of it, which the next stage is sent."""
-        line, shapes = self.pipeline, (shapes, torch.is_grad_enabled(), self._model.training)
+        line = self.pipeline
         received = line.receive_hidden(stage, k, shapes) if stage else None
         with self._own_random_numbers(stage):
             output = line.forward(stage, received, run)
         if stage < line.stages - 1:
-            line.send_hidden(output, stage, shapes)
+            line.send_hidden(output, stage, k, shapes)
         return received, output
 
     @contextlib.contextmanager
     def _own_random_numbers(self, stage: int):
         """Stages drop independently. The seed is drawn from the CPU's generator, and outside of stages ranks stay in step."""
-        if not self._dropout or not self._model.training:
+        if not self._model.training:
             yield
             return
-        seed, generator = int(torch.randint(2**62, (), device="cpu")), default_generator(self.device)
-        saved = generator.get_state()
-        generator.manual_seed(seed + stage * self.tp.world_size)
+        seed, generators = int(torch.randint(2**62, (), device="cpu")), {torch.default_generator, default_generator(self.device)}
+        saved = [(generator, generator.get_state()) for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed + stage * self.tp.world_size)
         try:
             yield
         finally:
-            generator.set_state(saved)
+            for generator, state in saved:
+                generator.set_state(state)
 
     def _forward(self, *args, **kwargs):
-        config = getattr(self._model, "config", None)
-        for option in ("output_attentions", *(("output_hidden_states", "use_cache") if self.pipeline else ())):
-            if self.tp.world_size * self.pp.world_size > 1 and (kwargs.get(option) or getattr(config, option, False)):
-                raise ValueError(f"{option} would give each rank those of its own heads or blocks alone: use tp=1, pp=1")
         try:
             return self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except BaseException:
@@ -1507,7 +1532,15 @@ class Hybrid:
                 if isinstance(p, Pending):
                     p.wait()
 
-    def _before_model(self) -> None:
+    def _refuse(self, options) -> None:
+        """What a rank could give of its own heads or blocks alone."""
+        config, options = getattr(self._model, "config", None), options if isinstance(options, Mapping) else {}
+        for option in ("output_attentions", *(("output_hidden_states", "use_cache") if self.pipeline else ())):
+            if self.tp.world_size * self.pp.world_size > 1 and (options.get(option) or getattr(config, option, False)):
+                raise ValueError(f"{option} would give each rank those of its own heads or blocks alone: use tp=1, pp=1")
+
+    def _before_model(self, options) -> None:
+        self._refuse(options)
         if self._tensor_parallel is not None:
             self._tensor_parallel.leave()  # an exception may have left the last forward in what is divided
         if self._asks_nobody:
@@ -1551,6 +1584,9 @@ class Hybrid:
         """
         with self._discard_on_error():
             pieces = split_batch(batch, micro_batches)
+            if self.pipeline:
+                self._refuse(batch)
+                self.pipeline.calls += 1
             weigh = weight or (lambda piece: default_weight(self._model, piece, loss_fn))
             counts = [torch.zeros((), dtype=torch.float64, device=self.device) + weigh(piece) for piece in pieces]
             total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.float64, device=self.device)
@@ -1560,9 +1596,14 @@ class Hybrid:
             loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
             tasks = schedule(self.pp.world_size, micro_batches, self._chunks)[self.pp.rank]
             held: dict[tuple, tuple] = {}  # (stage, micro-batch) -> (input, output), from its forward to its backward
-            shapes, first, last_stage = [shapes_in(piece) for piece in pieces], True, self.pp.world_size * self._chunks - 1
+            shapes, first, last_stage = [self._shapes(piece) for piece in pieces], True, self.pp.world_size * self._chunks - 1
             for turn, (kind, stage, k) in enumerate(tasks):
                 mine, last = k < len(pieces), turn == len(tasks) - 1  # a copy may have fewer pieces than the others
+                if self.pipeline and mine:  # ask for what the next task needs, too, to come while this one computes
+                    following = (task for task in tasks[turn + 1 :] if task[2] < len(pieces))
+                    for task in ((kind, stage, k), *itertools.islice(following, 1)):
+                        if not self.pipeline.ask(*task, shapes[task[2]], held):
+                            break
                 if kind == "F" and mine:
                     run = functools.partial(model_loss, self._forward, pieces[k], loss_fn)
                     held[stage, k] = self._forward_stage(stage, k, shapes[k], run) if self.pipeline else (None, run())
@@ -1586,7 +1627,7 @@ class Hybrid:
                     elif last:  # its gradients are zeros, but the others wait for them
                         self._propagate(None, None)
                 if received is not None and received.requires_grad:
-                    self.pipeline.send_grad(received, stage)
+                    self.pipeline.send_grad(received, stage, k)
             wait(loss_work)
             if self.pipeline:
                 self.pipeline.finish()
@@ -1633,6 +1674,8 @@ class Hybrid:
                 bucket.summing = None
             if self._tensor_parallel is not None:
                 self._tensor_parallel.leave()
+            if self.pipeline:
+                self.pipeline.forget()
             self.zero_grad()
             raise
 
@@ -1648,7 +1691,7 @@ class Hybrid:
 
     def _backward_stage(self, stage: int, k: int, hidden: Tensor) -> None:
         """Backward of a stage that is not the last: the gradient of what it has sent comes back, scaled and weighted already."""
-        grad = self.pipeline.receive_grad(stage, k, hidden) if hidden.requires_grad else None
+        grad = self.pipeline.receive_grad(stage, k) if hidden.requires_grad else None
         self._propagate(hidden if hidden.requires_grad else None, grad)
 
     def _propagate(self, output: Tensor | None, grad: Tensor | None) -> None:
