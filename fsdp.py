@@ -1343,6 +1343,7 @@ def matcher(model: nn.Module, argument: str, modules):
 # ---- a model that was built on meta ----------------------------------------------------------------------------------
 
 
+# >>> shared block: meta
 def leave_meta(model: nn.Module, device) -> None:
     """Put a model that was built on `meta` on a device: parameters with a shape and without memory, the same Parameter objects, so
     that param groups still hold them; buffers of the state dict as zeros, to be loaded; others, tables that no checkpoint
@@ -1370,10 +1371,10 @@ def leave_meta(model: nn.Module, device) -> None:
         for name, unset in tables.items():
             if torch.equal(module._buffers[name].nan_to_num(), unset.nan_to_num()):
                 raise ValueError(f"the buffer {path}.{name} was built on meta and no checkpoint holds it: give it its values first")
-    for p in set(model.parameters()):
-        made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-        made.untyped_storage().resize_(0)
-        torch.utils.swap_tensors(p, made)
+    for p in set(model.parameters()):  # one element stands for all
+        one = torch.full((), torch.nan if p.is_floating_point() else 0, dtype=p.dtype, device=device)
+        torch.utils.swap_tensors(p, nn.Parameter(one.expand(p.shape), requires_grad=p.requires_grad))
+# <<< shared block: meta
 
 
 def safetensors_files(path: str) -> list[str]:

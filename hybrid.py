@@ -49,6 +49,8 @@ below, from the model (transformers' base_model_tp_plan and _tp_plan) or from `p
 Where ranks outnumber key and value heads, neighbours share one. A vocabulary that tp does not divide is padded on its last rank;
 nobody reads the padding, and a checkpoint has none.
 
+A model that no rank can hold is built on `meta` and loaded from a checkpoint: a rank only ever has its own part.
+
 All ranks of one copy are given the same batch, all ranks make the same calls. Between steps parameters are the own part (shape
 and all), and of other stages' one element; whole weights are in `state_dict` and in checkpoints, which any strategy resumes. With a
 pipeline a batch's forward and backward go together in `forward_backward`; `engine(...)` evaluates, and gives every rank the last
@@ -307,7 +309,8 @@ class TensorParallel:
     def check(self, module: nn.Module) -> None:
         """A module's forward begins. Weights that are whole must not meet activations that are divided: each rank would find a part
         of their gradient, and the plan does not say that these are to be added up."""
-        if self.inside and not isinstance(module, RowParallel) and any(  # whose bias is added to the sum
+        divided = isinstance(module, (ColumnParallel, RowParallel))  # also those of a copy; a row linear's bias is added to the sum
+        if self.inside and torch.is_grad_enabled() and not divided and any(
                 p.requires_grad and p not in self.layouts for p in module._parameters.values() if p is not None):
             name = next((name for name, m in self.model().named_modules() if m is module), "")
             self.leave()
@@ -848,6 +851,7 @@ class Pipeline:
         self.known: dict[tuple, tuple] = {}  # (stage, shapes of a micro-batch) -> what is sent from it to the next
         self.coming: dict[tuple, tuple] = {}  # ("F" or "B", stage, micro-batch) -> (tensor, work) that has been asked for ahead
         self.sending: dict[tuple, list] = {}  # the same -> (tensor, work) of what is on its way, the oldest first
+        self.lost: list[dict] = []  # what was on its way when an exception came
         self.calls = 0  # of forward_backward and forward: the tag of their messages, so that none is taken for another call's
         stage_of = self._stages_by_module(model, plan)
         holders: dict[nn.Parameter, set[int]] = {}
@@ -985,9 +989,11 @@ class Pipeline:
     def finish(self) -> None:
         for key in list(self.sending):
             self.sent(key)
+        self.lost = []
 
     def forget(self) -> None:
         """After an exception, which all ranks have met, or those that wait run into their time limit."""
+        self.lost.append(self.sending)  # a message that has not left yet would go nowhere if nobody held it
         self.known, self.coming, self.sending = {}, {}, {}
 
     def _receive(self, shape, dtype: torch.dtype, source: int, to: int) -> tuple[Tensor, dist.Work]:
@@ -1142,6 +1148,7 @@ class Hybrid:
     rank, or "interleaved", `chunks` of them. zero_stage: 1, the optimizer is divided between copies, or 0, each
     has all. plan: module names (* for a number) -> styles; None for the one in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
+    device: where a model that was built on `meta` shall live; by default the current GPU, else the CPU; weights come from `load`.
     compile: torch.compile each block (`blocks_of`) after the first step; forward then waits for all weights before it begins.
     initial_scale, growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale.
     Parameters, buffers and, along tp, random numbers are those of the first rank, so models may be built with different seeds.
@@ -1152,7 +1159,7 @@ class Hybrid:
     def __init__(self, model: nn.Module, params=None, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
                  adamw=True, precision="bf16", max_norm=0.0, initial_scale=2.0**16, growth_interval=2000, min_scale=1.0,
                  max_scale=2.0**24, tp=1, pp=1, sp=1, schedule="1f1b", chunks=2, zero_stage=1, plan=None, bucket_mb=25.0,
-                 overlap_gather=True, compile=False):
+                 overlap_gather=True, compile=False, device=None):
         if precision not in HALF:
             raise ValueError(f"precision must be one of {', '.join(HALF)}, got {precision!r}")
         if growth_interval < 1:
@@ -1176,6 +1183,11 @@ class Hybrid:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         if self.world_size % (tp * pp * sp):
             raise ValueError(f"{self.world_size} ranks cannot be arranged as dp x pp={pp} x sp={sp} x tp={tp}")
+        let_go = ENGINES.get(model, lambda: None)()  # of the engine that has the model so far, whose parameters may be divided
+        self._blank = any(p.is_meta for p in model.parameters())  # True until weights are loaded
+        if self._blank:
+            leave_meta(model, device)
+        self._blank = self._blank or let_go is not None and let_go.__self__._blank
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) != 1:
             raise ValueError(f"the model must live on one device, found {sorted(map(str, devices)) or 'no parameters'}")
@@ -1216,8 +1228,8 @@ class Hybrid:
         self.dp, self.pp, self.tp = self.axes["dp"], self.axes["pp"], self.axes["tp"]
         self._slices = self.dp if zero_stage else Axis(self, "dp", 1, 0, None)  # between whom buckets are cut into slices
         self._check_same_model((precision, max_norm, adamw, initial_scale, growth_interval, min_scale, max_scale, tp, pp, sp,
-                                schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), bool(self.optimizer.cuda)))
-        let_go = ENGINES.get(model, lambda: None)()  # of the engine that has the model so far, whose parameters may be divided
+                                schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), self._blank,
+                                bool(self.optimizer.cuda)))
         shape_of = lambda p: tuple(p.shape) if let_go is None else let_go.__self__.layout(p).shape
         layouts = plan_layouts(model, plan, tp, self.tp.rank, shape_of) if tp > 1 else None
         # From here on nothing is refused.
@@ -1226,7 +1238,7 @@ class Hybrid:
             let_go()
         # before: every rank has its own initial values.  after: all have those of rank 0.
         # sends: each tensor once, at construction only (not in `traffic`); everybody waits.
-        for t in (*model.parameters(), *model.buffers()):
+        for t in (*(() if self._blank else model.parameters()), *model.buffers()):
             self._broadcast(t.data)
         self._plain_dtypes = {name: t.dtype for name, t in model.state_dict().items() if isinstance(t, Tensor)}
         self.changes: list[tuple] = []  # (module, attribute, what it was): made to the model, and taken back by `_let_go`
@@ -1240,6 +1252,9 @@ class Hybrid:
             self.layouts = layouts[2]
             self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, self.changes)
             self._same_random_numbers()
+        if self._blank:
+            for _, p in self._frozen:
+                p.data = p.data if p in self._absent else p.data.clone(memory_format=torch.contiguous_format)
         fuse_norms(model, self.changes)
         config = getattr(model, "config", None)
         if (pp > 1 or compile) and getattr(config, "use_cache", False):
@@ -1533,7 +1548,9 @@ class Hybrid:
                     p.wait()
 
     def _refuse(self, options) -> None:
-        """What a rank could give of its own heads or blocks alone."""
+        """No weights; or options of which a rank could give those of its own heads or blocks alone."""
+        if self._blank:
+            raise RuntimeError("the model was built on meta and has no weights yet: load or load_state_dict first")
         config, options = getattr(self._model, "config", None), options if isinstance(options, Mapping) else {}
         for option in ("output_attentions", *(("output_hidden_states", "use_cache") if self.pipeline else ())):
             if self.tp.world_size * self.pp.world_size > 1 and (options.get(option) or getattr(config, option, False)):
@@ -2014,6 +2031,7 @@ class Hybrid:
 
     def _refresh_weights(self) -> None:
         """After the masters have changed otherwise than by Adam: round them into the weights and send those round."""
+        self._blank = False
         for bucket in self.buckets:
             if bucket.master.data_ptr() != bucket.weights[bucket.own].data_ptr():
                 bucket.weights[bucket.own].copy_(bucket.master)
@@ -2175,6 +2193,40 @@ def model_loss(model: nn.Module, micro_batch, loss_fn=None) -> Tensor:
         raise ValueError(f"no scalar loss in the output of {type(model).__name__}: pass loss_fn(output, micro_batch), or labels")
     return loss.reshape(())
 # <<< shared block: batch
+
+
+# >>> shared block: meta
+def leave_meta(model: nn.Module, device) -> None:
+    """Put a model that was built on `meta` on a device: parameters with a shape and without memory, the same Parameter objects, so
+    that param groups still hold them; buffers of the state dict as zeros, to be loaded; others, tables that no checkpoint
+    holds, as transformers' _init_weights computes them. ValueError where nobody does."""
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not all(p.is_meta for p in model.parameters()):
+        raise ValueError("some parameters are on meta and some are not: all or none")
+    parents = [(name + "." if name else "", m) for name, m in model.named_modules() if hasattr(m, "_init_weights")]
+    for path, module in model.named_modules():
+        tables = {}
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                whole_number = not buffer.is_floating_point() and buffer.dtype != torch.bool
+                unset = torch.iinfo(buffer.dtype).min if whole_number else torch.nan
+                persistent = name not in module._non_persistent_buffers_set
+                module._buffers[name] = torch.full_like(buffer, 0 if persistent else unset, device=device)
+                if not persistent:
+                    tables[name] = torch.full_like(buffer, unset, device=device)
+            elif buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        if tables and (owners := [m for prefix, m in parents if f"{path}.".startswith(prefix)]):
+            with torch.no_grad():
+                owners[-1]._init_weights(module)
+        for name, unset in tables.items():
+            if torch.equal(module._buffers[name].nan_to_num(), unset.nan_to_num()):
+                raise ValueError(f"the buffer {path}.{name} was built on meta and no checkpoint holds it: give it its values first")
+    for p in set(model.parameters()):  # one element stands for all
+        one = torch.full((), torch.nan if p.is_floating_point() else 0, dtype=p.dtype, device=device)
+        torch.utils.swap_tensors(p, nn.Parameter(one.expand(p.shape), requires_grad=p.requires_grad))
+# <<< shared block: meta
 
 
 # >>> shared block: fragments
