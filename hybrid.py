@@ -798,8 +798,8 @@ def schedule(ranks: int, micro_batches: int, chunks: int = 1) -> list[list[tuple
         turns = []
         for turn in range(padded * chunks):
             group, place = divmod(turn, ranks * chunks)
-            chunk, k = divmod(place, ranks) if chunks > 1 else (0, place % ranks)
-            turns.append((chunk, group * ranks + k) if chunks > 1 else (0, turn))
+            chunk, k = divmod(place, ranks)
+            turns.append((chunk, group * ranks + k))
         forward = [("F", chunk * ranks + rank, k) for chunk, k in turns]
         backward = [("B", (chunks - 1 - chunk) * ranks + rank, k) for chunk, k in turns]
         ahead = min(ahead, len(turns))
