@@ -4,6 +4,7 @@ Sizes are odd so that buckets and shards end in padding. Everything is built in 
 """
 import contextlib
 import copy
+import gc
 import importlib
 
 import pytest
@@ -226,6 +227,11 @@ def two_groups(model):
     named = [(n, p) for n, p in model.named_parameters()]
     return [dict(params=[p for n, p in reversed(named) if p.ndim != 1], lr=0.02, weight_decay=0.1), dict(params=[]),
             dict(params=[p for n, p in named if p.ndim == 1], lr=0.003, weight_decay=0.0)]
+
+
+def live_tensors():
+    """All tensors of this process that hold memory: not torch.compile's stand-ins, which tests of that may have left."""
+    return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and type(t).__name__ != "FakeTensor"]
 
 
 class Reference:

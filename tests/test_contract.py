@@ -31,6 +31,7 @@ from models import (
     fewer_engines,
     global_batch,
     in_sweep,
+    live_tensors,
     loss_of,
     raises,
     random,
@@ -422,7 +423,7 @@ def test_memory_equals_the_formula(pool, name, precision, micro_batches):
 def live_bytes():
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # parameters that are not here have storages, too
-        storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        storages = [t.untyped_storage() for t in live_tensors()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 

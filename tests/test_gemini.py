@@ -20,7 +20,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from models import Reference, build, global_batch, in_sweep, loss_of, raises, random, rows
+from models import Reference, build, global_batch, in_sweep, live_tensors, loss_of, raises, random, rows
 from test_contract import close
 from test_fsdp import (
     ANSWERED,
@@ -1570,7 +1570,7 @@ def grows_not(budgets):
     def held():
         gc.collect()
         with torch._C.DisableTorchFunctionSubclass():
-            objects = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+            objects = live_tensors()
             return len(objects), sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in objects}.values())
 
     for budget in budgets:

@@ -582,7 +582,8 @@ def test_cases_of_ddp(run, case):
 
 
 def needs(ranks):
-    return pytest.mark.skipif(ranks not in rank_counts((2, 4)), reason=f"needs {ranks} ranks: as many GPUs, or NCCL 2.30 to share one")
+    return pytest.mark.skipif(ranks not in rank_counts((2, 4)),
+                              reason=f"needs {ranks} ranks: as many GPUs, or NCCL 2.30 to share one")
 
 
 def meshes(*wanted):
