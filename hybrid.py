@@ -522,6 +522,12 @@ def prefix_of(model: nn.Module) -> str:
     return prefix + "." if prefix and hasattr(model, prefix) else ""
 
 
+def embeddings_of(model: nn.Module, end: str) -> nn.Module | None:
+    """Its first ("input") or last ("output") matrix of words; None in a model without words."""
+    with contextlib.suppress(NotImplementedError):
+        return getattr(model, f"get_{end}_embeddings", lambda: None)()
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a transformer, the blocks of a ResNet: what nn.ModuleLists and nn.Sequentials list and has submodules itself,
     the outermost ones."""
@@ -569,8 +575,7 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
     kind, _, heads, kv_heads = numbers_of(model, n)
     modules = {name: module for name, module in model.named_modules() if style_of(name, plan)}
     layouts: dict[nn.Parameter, Layout] = {}
-    ends = {name: getattr(model, f"get_{name}_embeddings", lambda: None)() for name in ("input", "output")}
-    input_, output = ends["input"], ends["output"]
+    input_, output = (embeddings_of(model, end) for end in ("input", "output"))
     styles = {name: style_of(name, plan) for name in modules}
     for name, module in model.named_modules():  # a head that is divided divides the embedding whose weight it shares
         if module is input_ and name not in modules and output in modules.values() and output.weight is input_.weight:
@@ -661,7 +666,7 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
     absent: parameters that another stage has, which take no memory."""
     n, prefix = tp.world_size, prefix_of(model)
     kind, _, heads, kv_heads = numbers_of(model, n)
-    output = getattr(model, "get_output_embeddings", lambda: None)()
+    output = embeddings_of(model, "output")
     shared = TensorParallel(tp, model, layouts)
     for p, layout in layouts.items():
         source = p.data.to("meta") if p in absent else p.data
