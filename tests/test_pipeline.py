@@ -408,8 +408,14 @@ def all_bytes_sent(*cases):
 
 
 def test_bytes_along_pp(pool):
-    pool.run(2, all_bytes_sent, dict(pp=2), INTERLEAVED)
-    pool.run(4, all_bytes_sent, dict(pp=2), dict(pp=4), dict(pp=2, tp=2))
+    pool.run(2, all_bytes_sent, INTERLEAVED)
+    pool.run(4, all_bytes_sent, dict(pp=2, tp=2))
+
+
+@pytest.mark.sweep
+def test_bytes_along_pp_sweep(pool):
+    pool.run(2, all_bytes_sent, dict(pp=2))
+    pool.run(4, all_bytes_sent, dict(pp=2), dict(pp=4))
 
 
 @pytest.mark.parametrize("knobs", in_sweep([dict(pp=2), INTERLEAVED], lambda knobs: knobs is INTERLEAVED), ids=str)
