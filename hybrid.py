@@ -52,12 +52,14 @@ nobody reads the padding, and a checkpoint has none.
 A model that no rank can hold is built on `meta` and loaded from a checkpoint: a rank only ever has its own part.
 
 All ranks of one copy are given the same batch, all ranks make the same calls. Between steps parameters are the own part (shape
-and all), and of other stages' one element; whole weights are in `state_dict` and in checkpoints, which any strategy resumes. With a
-pipeline a batch's forward and backward go together in `forward_backward`; `engine(...)` evaluates, and gives every rank the last
-stage's output. To read the logits of a divided head is a collective: on one rank alone, `print(logits)` waits for ever. Not here
-yet, by name: sequence parallelism (sp), capture. Left out: sparse gradients, complex parameters, experts (MoE); models in whose
-blocks more than hidden states depends on weights (pp); a loss that reads weights, which sees this rank's part (tp); a head's
-logits in other hands than torch functions' (a C++ extension needs `logits.gathered()`).
+and all), and of other stages' one element; whole weights are in `state_dict` and in checkpoints, which any strategy resumes. With
+a pipeline a batch's forward and backward go together in `forward_backward`; `engine(...)` evaluates, and gives every rank the
+last stage's output. With `sp_mode="split_gather"` tp ranks also divide, by tokens, what lies between their pairs of linears,
+which they else have whole each: see the section below. To read the logits of a divided head is a collective: on one rank alone,
+`print(logits)` waits for ever. Not here yet, by name: tokens divided along an axis of their own (sp), capture. Left out: sparse
+gradients, complex parameters, experts (MoE); models in whose blocks more than hidden states depends on weights (pp); a loss that
+reads weights, which sees this rank's part (tp); a head's logits in other hands than torch functions' (a C++ extension needs
+`logits.gathered()`).
 
 Megatron-LM, arXiv:1909.08053 (§3: pairs of linears, vocabulary); ZeRO, arXiv:1910.02054 (§5.1); grouped heads, arXiv:2305.13245;
 1F1B: arXiv:2006.09503 §3; interleaved: arXiv:2104.04473 §2.2; mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
@@ -130,6 +132,26 @@ PLANS = {
         "encoder.layer.*.intermediate.dense": "colwise",
         "encoder.layer.*.output.dense": "rowwise",
         "cls.predictions.decoder": "colwise_gather_output",
+        "lm_head.decoder": "colwise_gather_output",  # RoBERTa's
+        "generator_lm_head": "colwise_gather_output",  # ELECTRA's
+    },
+    "bloom": {
+        "word_embeddings": "embedding_rowwise",
+        "h.*.self_attention.query_key_value": "colwise",  # of each head after the other, so a rank has those of its heads
+        "h.*.self_attention.dense": "rowwise",
+        "h.*.mlp.dense_h_to_4h": "colwise",
+        "h.*.mlp.dense_4h_to_h": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "distilbert": {
+        "embeddings.word_embeddings": "embedding_rowwise",
+        "transformer.layer.*.attention.q_lin": "colwise",
+        "transformer.layer.*.attention.k_lin": "colwise",
+        "transformer.layer.*.attention.v_lin": "colwise",
+        "transformer.layer.*.attention.out_lin": "rowwise",
+        "transformer.layer.*.ffn.lin1": "colwise",
+        "transformer.layer.*.ffn.lin2": "rowwise",
+        "vocab_projector": "colwise_gather_output",
     },
     "gpt2": {
         "wte": "embedding_rowwise",
@@ -139,8 +161,34 @@ PLANS = {
         "h.*.mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     },
+    "opt": {
+        "decoder.embed_tokens": "embedding_rowwise",
+        "decoder.layers.*.self_attn.q_proj": "colwise",
+        "decoder.layers.*.self_attn.k_proj": "colwise",
+        "decoder.layers.*.self_attn.v_proj": "colwise",
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "vit": {
+        "layers.*.attention.q_proj": "colwise",
+        "layers.*.attention.k_proj": "colwise",
+        "layers.*.attention.v_proj": "colwise",
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.fc1": "colwise",
+        "layers.*.mlp.fc2": "rowwise",
+    },
+}
+PLANS |= dict.fromkeys(("roberta", "xlm-roberta", "camembert", "electra"), PLANS["bert"])
+ADDED = {  # model type -> what the declared plan lacks: weights that each rank uses for its own heads or hidden units
+    "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "apertus1p5_text": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    "muse_glimmer_assistant": {"layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+                               "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce"},
 }
 ATTRIBUTES = {"gpt2": {"h.*.attn": ("split_size",)}}
+PER_HEAD = {"bloom": {"h.*.self_attention": "alibi"}}  # module -> the argument that has samples x heads of all ranks along dim 0
 
 
 # ---- the mesh ------------------------------------------------------------------------------------------------------------
@@ -184,6 +232,20 @@ class Axis:
     def part(self, x: Tensor, dim: int = -1) -> Tensor:
         """This rank's part of a tensor that is the same on all ranks of the axis."""
         return x.chunk(self.world_size, dim)[self.rank]
+
+    def part_of_sum(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of the sum over the axis. Under gloo parts are exchanged and added here: its own reduce-scatter sends
+        as much as an all-reduce."""
+        self._count("reduce_scatter", (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
+        parts = [part.contiguous() for part in x.chunk(self.world_size, dim)]
+        if self.by_hand:
+            sent = torch.stack(parts).cpu()
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.group)
+            return received.sum(0).to(x.device)
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter(part, parts, group=self.group)
+        return part
 
 
 def make_mesh(engine, sizes: dict[str, int]) -> dict[str, Axis]:
@@ -242,30 +304,32 @@ class Sum(torch.autograd.Function):
 
 class Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        # before: each rank has its own columns.  after: all have all.  sends: (N-1)/N of the whole's bytes; what comes next waits.
-        return tp.gather(x)
+    def forward(ctx, x, tp, dim):
+        ctx.tp, ctx.dim = tp, dim
+        # before: each rank has its own part along dim.  after: all have all.  sends: (N-1)/N of the whole's bytes; all wait.
+        return tp.gather(x, dim)
 
     @staticmethod
     def backward(ctx, grad):
-        return Split.apply(grad, ctx.tp), None
+        return Split.apply(grad, ctx.tp, ctx.dim), None, None
 
 
 class Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        return tp.part(x).contiguous()
+    def forward(ctx, x, tp, dim):
+        ctx.tp, ctx.dim = tp, dim
+        return tp.part(x, dim).contiguous()
 
     @staticmethod
     def backward(ctx, grad):
-        # before: each rank has the gradient of its own columns.  after: all have all.  sends: (N-1)/N of the whole's bytes.
-        return Gather.apply(grad, ctx.tp), None
+        # before: each rank has the gradient of its own part.  after: all have all.  sends: (N-1)/N of the whole's bytes; all wait.
+        return Gather.apply(grad, ctx.tp, ctx.dim), None, None
 
 
 # What torch.compile does not follow: it compiles what lies between two collectives.
-sum_over, gather, split = (torch.compiler.disable(function.apply) for function in (Sum, Gather, Split))
+sum_over = torch.compiler.disable(Sum.apply)
+gather = torch.compiler.disable(lambda x, axis, dim=-1: Gather.apply(x, axis, dim))
+split = torch.compiler.disable(lambda x, axis, dim=-1: Split.apply(x, axis, dim))
 
 
 class TensorParallel:
@@ -275,6 +339,7 @@ class TensorParallel:
         self.axis, self.model, self.layouts = axis, weakref.ref(model), layouts
         self.generator = default_generator(axis.device)
         self.inside = False  # between a column linear and its row linear
+        self.tokens: Tokens | None = None  # sp_mode split_gather: what tp ranks divide between those pairs, too
         self._saved: Tensor | None = None  # the state of the generator outside of what is divided
         self._copied: tuple | None = None  # (weakly x, grad mode, Copy(x)) of the last x that was copied
 
@@ -310,6 +375,13 @@ class TensorParallel:
         """A module's forward begins. Weights that are whole must not meet activations that are divided: each rank would find a part
         of their gradient, and the plan does not say that these are to be added up."""
         divided = isinstance(module, (ColumnParallel, RowParallel))  # also those of a copy; a row linear's bias is added to the sum
+        if self.tokens and self.tokens.inside and not self.inside and torch.is_grad_enabled() and not divided:
+            for p in module.parameters(recurse=False):
+                own = p in self.layouts and self.layouts[p].own_tokens
+                if p.requires_grad and own == self.tokens.gathered:
+                    seen = "all tokens" if own else "its own tokens alone"
+                    raise RuntimeError(f"{type(module).__name__} sees {seen}, other than its place in the model says: "
+                                       "use sp_mode=None")
         if self.inside and torch.is_grad_enabled() and not divided and any(
                 p.requires_grad and p not in self.layouts for p in module._parameters.values() if p is not None):
             name = next((name for name, m in self.model().named_modules() if m is module), "")
@@ -327,7 +399,11 @@ class ColumnParallel:
 
     def forward(self, input):
         tp = self._tp
-        y = super().forward(tp.copy(input))
+        if not (tp.tokens and self._inside):
+            input = tp.copy(input)
+        elif self._gathers:
+            input = tp.tokens.gather(input)
+        y = super().forward(input)
         if self._style == "colwise_gather_output":
             tp.leave()
             if self._is_head:
@@ -344,8 +420,18 @@ class RowParallel:
         tp = self._tp
         tp.leave()  # before the product, in which checkpointing may find that it has computed enough again, and stop
         x = split(input, tp.axis) if self._style == "rowwise_split_input" else input
-        y = sum_over(x @ self.weight if self._transposed else nn.functional.linear(x, self.weight), tp.axis)
+        y = x @ self.weight if self._transposed else nn.functional.linear(x, self.weight)
+        y = tp.tokens.scatter(y) if self._inside and tp.tokens else sum_over(y, tp.axis)
         return y if self.bias is None else y + self.bias  # once, to the sum
+
+
+class PerHead:
+    """In the class of an attention that is given something for each head of all ranks."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        every = kwargs[self._per_head].unflatten(0, (len(hidden_states), -1))
+        kwargs[self._per_head] = self._tp.axis.part(every, 1).flatten(0, 1)
+        return super().forward(hidden_states, *args, **kwargs)
 
 
 class VocabParallel(nn.Embedding):
@@ -497,6 +583,7 @@ class Layout:
     boxes: tuple[tuple[slice, ...], ...]  # of which this rank's tensor is made, see Fragment
     holders: int = 1  # so many neighbours on the tp axis have the same part
     partial: bool = False  # and what each finds is a part of its gradient
+    own_tokens: bool = False  # because each uses it for its own tokens
 
     numel = property(lambda self: sum(math.prod(s.stop - s.start for s in box) for box in self.boxes), doc="without padding")
 
@@ -513,6 +600,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
         heads = {name for name, _ in model.named_modules() if prefix and not name.startswith(prefix)}
         return {name if name in heads else prefix + name: style for name, style in PLANS[kind].items()}
     declared = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    declared = declared | ADDED.get(kind, {}) if declared else {}
     return {prefix + name: style for name, style in declared.items()} | dict(getattr(type(model), "_tp_plan", None) or {})
 
 
@@ -554,12 +642,17 @@ def numbers_of(model: nn.Module, n: int):
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = next((getattr(config, k) for k in ("num_attention_heads", "n_head") if getattr(config, k, None)), n)
-    return getattr(config, "model_type", type(model).__name__), config, heads, getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = None
+    with contextlib.suppress(RuntimeError):  # transformers': layers differ
+        kv_heads = getattr(config, "num_key_value_heads", None)
+    return getattr(config, "model_type", type(model).__name__), config, heads, kv_heads or heads
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, str], n: int) -> None:
     """What can be refused before another engine has let the model go."""
-    kind, _, heads, kv_heads = numbers_of(model, n)
+    kind, config, heads, kv_heads = numbers_of(model, n)
+    if kind == "bloom" and config.slow_but_exact and config.pretraining_tp > 1 and n > 1:
+        raise ValueError("bloom with slow_but_exact multiplies by weights past its linears: use tp=1")
     if heads % n:
         raise ValueError(f"{heads} attention heads cannot be divided between tp={n} ranks")
     if kv_heads % n and n % kv_heads:
@@ -568,7 +661,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], n: int) -> None:
         raise ValueError(f"{kind}: styles {', '.join(unknown)} are not supported; supported are {', '.join(sorted(STYLES))}")
 
 
-def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, shape_of):
+def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, shape_of, blocks: str = ""):
     """What the plan means for this model: (modules it names, their styles, layouts of the parameters that are not simply whole).
     shape_of(parameter): of the whole. Changes nothing. Raises ValueError for numbers that tp does not divide, modules of another
     kind, and tied weights of which a module has no style."""
@@ -639,16 +732,32 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
         if "rowwise" in style:
             cut(f"{name}.weight", module.weight, in_, pieces)
         else:
-            is_kv = kv_heads != heads and re.search(r"(^|\.)(k|v)_proj$|\.(key|value)$", name)
+            parent, layer_kv = model.get_submodule(name.rpartition(".")[0]), kv_heads
+            is_kv = re.search(r"(^|\.)(k|v)_proj$|\.(key|value)$", name)
+            if is_kv and hasattr(parent, "num_key_value_groups") and isinstance(getattr(parent, "head_dim", None), int):
+                keys = modules.get(re.sub(r"v_proj$", "k_proj", name), module)  # each layer may have its own number of them
+                layer_kv = shape_of(keys.weight)[out] // parent.head_dim
+                if not layer_kv or layer_kv % n and n % layer_kv:
+                    raise ValueError(f"{name}: {layer_kv} heads can be neither divided between tp={n} ranks nor given to equally "
+                                     "many")
+            is_kv = is_kv and layer_kv != heads
             head = module is output or style == "colwise_gather_output"
-            cut(f"{name}.weight", module.weight, out, pieces, kv_heads if is_kv else None, pad=head)
+            cut(f"{name}.weight", module.weight, out, pieces, layer_kv if is_kv else None, pad=head)
             if module.bias is not None:
-                cut(f"{name}.bias", module.bias, 0, pieces, kv_heads if is_kv else None, pad=head)
+                cut(f"{name}.bias", module.bias, 0, pieces, layer_kv if is_kv else None, pad=head)
     for name, module in model.named_modules():
         for key, p in module.named_parameters(recurse=False):
             if p in layouts and not any(name == m or name.startswith(m + ".") for m in modules):
-                if not (key == "bias" and p.ndim == 1 and name.endswith("predictions")):  # BERT keeps its decoder's bias twice
+                if not (key == "bias" and p.ndim == 1 and name.endswith(("predictions", "lm_head"))):  # BERT has it twice
                     raise ValueError(f"{name}.{key} is tied to a weight that is divided, but {kind}'s plan does not name {name}")
+    gathered = {name.rpartition(".")[0] for name in modules if styles[name].startswith(("col", "packed_col"))}
+    for name, module in model.named_modules() if blocks else ():
+        tail = name.removeprefix(f"{blocks}.")
+        parents = {name.rsplit(".", k)[0] for k in range(name.count("."))} & gathered
+        all_tokens = any(not parent.removeprefix(f"{blocks}.").isdecimal() for parent in parents)
+        for key, p in module.named_parameters(recurse=False) if tail != name else ():
+            if p not in layouts and (not all_tokens or key == "bias" and "rowwise" in styles.get(name, "")):
+                layouts[p] = dataclasses.replace(whole_layout(shape_of(p), n, partial=True), own_tokens=True)
     if all(module in (input_, output) or styles[name].startswith("replicated") for name, module in modules.items()):
         raise ValueError(f"{kind}: the plan divides no linear but the head, so each rank would have all blocks whole: use tp=1, or "
                          "give plan={name: style}")
@@ -661,9 +770,10 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
     return modules, styles, layouts
 
 
-def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axis, absent: set, changes: list) -> TensorParallel:
+def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axis, absent: set, blocks: str, changes: list
+           ) -> TensorParallel:
     """Leave each rank its part of the modules that the plan names (see `plan_layouts`); note in `changes` what modules were.
-    absent: parameters that another stage has, which take no memory."""
+    absent: parameters that another stage has, which take no memory. blocks: the name of their list, where tokens are divided."""
     n, prefix = tp.world_size, prefix_of(model)
     kind, _, heads, kv_heads = numbers_of(model, n)
     output = embeddings_of(model, "output")
@@ -677,6 +787,7 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
         if layout.holders == 1 and local.shape[0] < rows and local.shape[1:] == p.shape[1:]:  # the vocabulary's last rows: zeros
             local = torch.cat([local, local.new_zeros(rows - local.shape[0], *local.shape[1:])])
         set_data(p, blank(p).expand(local.shape) if p in absent else local.clone(memory_format=torch.contiguous_format))
+    layer_kv: dict[nn.Module, int] = {}  # attention -> heads of its keys and values, before it is divided
     counted: set[tuple] = set()  # (module, attribute) that already counts this rank's alone
     for name, module in modules.items():
         style = styles[name]
@@ -688,7 +799,9 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
         changes.append((module, "__class__", own_class))
         module.__class__ = mixed(own_class, base) if base is VocabParallel else mixed(base, own_class)
         whole, local = (x[1] if transposed else x[0] for x in (whole, module.weight.shape))
-        mark(changes, module, _tp=shared, _style=style, _transposed=transposed, _is_head=module is output, _whole=whole)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        mark(changes, module, _tp=shared, _style=style, _transposed=transposed, _is_head=module is output, _whole=whole,
+             _inside=name.startswith(f"{blocks}.") if blocks else False, _gathers=isinstance(parent, Staged))
         if base is ColumnParallel:
             key = "nf" if transposed else "out_features"
             changes.append((module, key, getattr(module, key)))
@@ -696,10 +809,11 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
         if base is VocabParallel:
             first, padding = tp.rank * local, -1 if module.padding_idx is None else module.padding_idx - tp.rank * local
             mark(changes, module, _first=first, _padding=padding if 0 <= padding < local else None)  # its row gets no gradient
-        parent = model.get_submodule(name.rpartition(".")[0])
         if style not in COLUMNS:
             continue
-        counts = [(key, kv_heads if "key_value" in key or "kv" in key else heads) for key in HEAD_COUNTS]
+        groups = getattr(parent, "num_key_value_groups", 0)
+        layer_kv.setdefault(parent, heads // groups if groups else kv_heads)
+        counts = [(key, layer_kv[parent] if "key_value" in key or "kv" in key else heads) for key in HEAD_COUNTS]
         own = ATTRIBUTES.get(kind, {})
         mine = own.get(generic(name.rpartition(".")[0]).removeprefix(prefix), ())
         for key, total in counts + [(key, getattr(parent, key)) for key in mine]:
@@ -709,7 +823,12 @@ def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axi
                 setattr(parent, key, max(total // n, 1))
         if hasattr(parent, "num_key_value_groups"):
             changes.append((parent, "num_key_value_groups", parent.num_key_value_groups))
-            parent.num_key_value_groups = (heads // n) // max(kv_heads // n, 1)
+            parent.num_key_value_groups = (heads // n) // max(layer_kv[parent] // n, 1)
+    for name, module in model.named_modules():
+        if key := PER_HEAD.get(kind, {}).get(generic(name).removeprefix(prefix)):
+            changes.append((module, "__class__", type(module)))
+            module.__class__ = mixed(PerHead, type(module))
+            mark(changes, module, _tp=shared, _per_head=key)
     return shared
 
 
@@ -851,7 +970,9 @@ class Pipeline:
         self.own = range(axis.rank, self.stages, axis.world_size)
         self.name, blocks = block_list(model, plan)
         self.begins = [-(-len(blocks) * stage // self.stages) for stage in range(self.stages + 1)]  # the earlier ones have more
-        self.running = self.received = None  # the stage whose forward is being run, and what came from the one before
+        # The stage whose forward is being run, and what came from the one before.
+        self.running, self.received = 0 if self.stages == 1 else None, None
+        self.tokens: Tokens | None = None  # sequence parallelism
         self.in_tuples = False  # do blocks return tuples? Known to the first stage, which tells the next
         self.known: dict[tuple, tuple] = {}  # (stage, shapes of a micro-batch) -> what is sent from it to the next
         self.coming: dict[tuple, tuple] = {}  # ("F" or "B", stage, micro-batch) -> (tensor, work) that has been asked for ahead
@@ -880,7 +1001,8 @@ class Pipeline:
                 mark(changes, module, _elsewhere=(name, stage_of[name]))
         for p in self.absent:
             p.data = blank(p).expand(p.shape)
-        self._connect()
+        if self.stages > 1:
+            self._connect()
 
     def __deepcopy__(self, memo):
         return self  # a copy of the model has the same place
@@ -912,18 +1034,27 @@ class Pipeline:
                                "torch.no_grad()")
         stage, index = self.running, block._block
         begin, end = self.begins[stage : stage + 2]
-        hidden = args[0] if args else kwargs["hidden_states"]
+        first = None if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))  # the argument that they are
+        hidden = args[0] if args else kwargs[first]
+        others, tokens = (), self.tokens
+        if tokens and index == 0:
+            tokens.begin(hidden)
         if begin <= index < end:
+            if tokens:
+                tokens.enter_block(block.training)
+                hidden = tokens.part(hidden) if index == 0 else hidden
+                args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {first: hidden})
             output = run(*args, **kwargs)
             self.in_tuples = isinstance(output, tuple)
-            hidden = output[0] if self.in_tuples else output
-        else:
-            if index == begin - 1:
-                hidden, self.received = self.received, None
-            output = (hidden,) if self.in_tuples else hidden
+            hidden, *others = output if self.in_tuples else (output,)
+        elif index == begin - 1:
+            hidden, self.received = self.received, None
+        if tokens and index == end - 1:
+            tokens.leave_blocks()
+            hidden = tokens.whole(hidden) if stage == self.stages - 1 else hidden
         if index != end - 1 or stage == self.stages - 1:
-            return output
-        beside = (args[1:], {key: x for key, x in kwargs.items() if key != "hidden_states"})
+            return (hidden, *others) if self.in_tuples else hidden
+        beside = (args[1:], {key: x for key, x in kwargs.items() if key != first})
         if more := [x for x in tensors_in(beside) if x.requires_grad]:
             raise RuntimeError(f"{type(block).__mro__[2].__name__} is given {len(more)} tensors beside hidden states that "
                                "depend on weights; between stages go hidden states alone, so this model needs pp=1")
@@ -1097,16 +1228,22 @@ class Pipeline:
 
 
 CODES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-BEHIND = {}  # model type -> modules of the base model that are registered before the blocks, but run behind them
+# Model type -> modules of the base model that are registered before the blocks, but run behind them.
+BEHIND = {"opt": ("decoder.final_layer_norm", "decoder.project_out"), "llama4_vision_model": ("layernorm_post",)}
 
 
 def block_list(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, list[nn.Module]]:
     """The list of blocks that the plan names, and its name."""
+    modules = dict(model.named_modules())
     names = {generic(name).partition(".*.")[0] for name in plan if ".*." in generic(name)}
-    lists = [name for name in names if isinstance(dict(model.named_modules()).get(name), nn.ModuleList)]
+    lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
+    for name, module in modules.items() if not names else ():  # a plan of nothing but the vocabulary: the outermost list of blocks
+        blocks = isinstance(module, nn.ModuleList) and any(True for block in module for _ in block.children())
+        if blocks and not any(name.startswith(f"{other}.") for other in lists):
+            lists.append(name)
     if len(lists) != 1:
         raise ValueError(f"pipelines need one list of blocks; the plan of {type(model).__name__} names "
-                         f"{', '.join(sorted(names)) or 'none'}")
+                         f"{', '.join(sorted(names or lists)) or 'none'}")
     return lists[0], list(model.get_submodule(lists[0]))
 
 
@@ -1115,6 +1252,119 @@ def tensors_in(x) -> list[Tensor]:
         return [x]
     values = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
     return [t for value in values for t in tensors_in(value)]
+
+
+# ---- sequence parallelism: tokens divided between ranks -------------------------------------------------------------------
+#
+# Tensor parallelism leaves what lies between its pairs of linears, (B, S, H), whole on every rank: norms, dropout, residuals, and
+# what autograd keeps of them. `split_gather` divides that between the same ranks by tokens. From the first block to behind the last
+# a rank has S/T of them; attention and MLP gather them first, and what was a sum over tp becomes its own tokens of the sum:
+#
+#     forward     X_t --gather tokens--> X --> X A_r --f--> H_r --> H_r B_r --own tokens of the sum--> Y_t
+#     backward    dX_t <--own tokens of the sum-- dH_r A_r^T <-- dH_r <-- dY B_r^T <--gather tokens-- dY_t
+#
+# An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same. Weights that are whole (norms, biases behind the
+# sum) see the own tokens alone, so their gradients are summed over tp. (Megatron-LM, arXiv:2205.05198, §4.2.2.)
+
+
+class GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        # before: each rank has its own tokens.  after: all have all.  sends: (N-1)/N of the whole's bytes; what comes next waits.
+        return axis.gather(x, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ScatterTokens.apply(grad, ctx.axis), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        # before: each rank has a part of the sum, for all tokens.  after: the sum, for its own.
+        # sends: (N-1)/N of the whole's bytes; what comes next waits.
+        return axis.part_of_sum(x, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return GatherTokens.apply(grad, ctx.axis), None
+
+
+class Tokens:
+    """The tokens of a forward, divided between the ranks of an axis; behind them may be padding, which attention never sees."""
+
+    def __init__(self, axis: Axis):
+        self.axis, self.length = axis, 0  # of the whole sequence
+        self.lengths: set[int] = set()  # of forwards whose backward is still to come, for activation checkpointing
+        self.inside = False  # between the first and the last of the own blocks
+        self.gathered = False  # there, in attention or MLP, which read all tokens
+        self.generators = {torch.default_generator, default_generator(axis.device)}
+        self._saved: list | None = None
+
+    def __deepcopy__(self, memo):
+        return self  # a copy of the model is divided in the same way
+
+    def begin(self, whole: Tensor) -> None:
+        """A forward comes to the first block with hidden states (B, S, H)."""
+        self.length = whole.shape[1]
+        if torch.is_grad_enabled():
+            self.lengths.add(self.length)
+
+    def now(self) -> int:
+        if (engine := self.axis.engine()) is None or not engine._in_backward:
+            return self.length
+        if len(self.lengths) != 1:  # checkpointing computes a forward again: which one?
+            raise RuntimeError("activation checkpointing with divided tokens needs backward after each forward, or forwards of one "
+                               f"length; since the last one there were lengths {sorted(self.lengths)}")
+        return next(iter(self.lengths))
+
+    def enter_block(self, training: bool) -> None:
+        """The own blocks: dropout must differ between ranks, whose tokens do. The seed is drawn in step."""
+        self.inside, self.gathered = True, False
+        if training and self._saved is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            self._saved = [(generator, generator.get_state()) for generator in self.generators]
+            for generator in self.generators:
+                generator.manual_seed(seed + self.axis.rank)
+
+    def leave_blocks(self) -> None:
+        self.inside = self.gathered = False
+        for generator, state in self._saved or ():
+            generator.set_state(state)
+        self._saved = None
+
+    def padded(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, 0, -self.now() % self.axis.world_size))
+
+    def part(self, x: Tensor) -> Tensor:
+        """(B, S, H), whole on all ranks -> the own tokens (B, ceil(S/N), H)."""
+        return split(self.padded(x), self.axis, 1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The own tokens -> all of them, on all ranks, which go on alike."""
+        return gather(x, self.axis, 1)[:, : self.length].contiguous()
+
+    @torch.compiler.disable
+    def gather(self, x: Tensor) -> Tensor:
+        """The own tokens -> all of them, for what each rank does with its own heads or hidden units."""
+        return GatherTokens.apply(x, self.axis)[:, : self.now()].contiguous()
+
+    @torch.compiler.disable
+    def scatter(self, y: Tensor) -> Tensor:
+        """Products of the own rows, for all tokens -> their sum over the ranks, for the own tokens."""
+        self.gathered = False
+        return ScatterTokens.apply(self.padded(y), self.axis)
+
+    @torch.compiler.disable
+    def before_parent(self, module: nn.Module, args: tuple, kwargs: dict):
+        """Forward pre-hook of what has column linears, attention or MLP: it reads all tokens."""
+        self.gathered = True
+        if args:
+            return (self.gather(args[0]), *args[1:]), kwargs
+        first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, kwargs | {first: self.gather(kwargs[first])}
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------------
@@ -1150,7 +1400,8 @@ class Hybrid:
     params: None for all parameters, or param groups as any torch optimizer takes them. precision: "fp32" leaves the model as it
     is, "bf16" and "fp16" cast it and keep fp32 masters, fp16 with a dynamic loss scale. max_norm: clip to this global L2
     norm, 0 for off. tp: ranks that share a stage's matrices. pp: ranks that share a copy's blocks. schedule: "1f1b", one stage a
-    rank, or "interleaved", `chunks` of them. zero_stage: 1, the optimizer is divided between copies, or 0, each
+    rank, or "interleaved", `chunks` of them. sp_mode: "split_gather", tp ranks divide tokens, too, where they do not divide
+    heads or hidden units. zero_stage: 1, the optimizer is divided between copies, or 0, each
     has all. plan: module names (* for a number) -> styles; None for the one in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
     device: where a model that was built on `meta` shall live; by default the current GPU, else the CPU; weights come from `load`.
@@ -1163,8 +1414,8 @@ class Hybrid:
 
     def __init__(self, model: nn.Module, params=None, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
                  adamw=True, precision="bf16", max_norm=0.0, initial_scale=2.0**16, growth_interval=2000, min_scale=1.0,
-                 max_scale=2.0**24, tp=1, pp=1, sp=1, schedule="1f1b", chunks=2, zero_stage=1, plan=None, bucket_mb=25.0,
-                 overlap_gather=True, compile=False, device=None):
+                 max_scale=2.0**24, tp=1, pp=1, sp=1, sp_mode=None, schedule="1f1b", chunks=2, zero_stage=1, plan=None,
+                 bucket_mb=25.0, overlap_gather=True, compile=False, device=None):
         if precision not in HALF:
             raise ValueError(f"precision must be one of {', '.join(HALF)}, got {precision!r}")
         if growth_interval < 1:
@@ -1176,8 +1427,12 @@ class Hybrid:
         for name, size in (("tp", tp), ("pp", pp), ("sp", sp)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a number of ranks, 1 or more, got {size!r}")
-        if sp != 1:
-            raise NotImplementedError("sequence parallelism (sp) is not in hybrid.py yet")
+        if sp != 1 or sp_mode in ("all_to_all", "ring"):
+            raise NotImplementedError("tokens along an axis of their own (sp; all_to_all, ring) are not in hybrid.py yet")
+        if sp_mode not in (None, "split_gather"):
+            raise ValueError(f"sp_mode must be None, split_gather, all_to_all or ring, got {sp_mode!r}")
+        if sp_mode == "split_gather" and tp == 1:
+            raise ValueError("sp_mode split_gather divides tokens between tp ranks: it needs tp=2 or more")
         if schedule not in ("1f1b", "interleaved"):
             raise ValueError(f"schedule must be 1f1b or interleaved, got {schedule!r}")
         if not isinstance(chunks, int) or chunks < 2:
@@ -1216,8 +1471,8 @@ class Hybrid:
                              "plan={name: style}")
         if tp * pp > 1:
             check_plan(model, plan, tp)
+        blocks = block_list(model, plan)[0] if pp > 1 or sp_mode else ""
         if pp > 1:
-            block_list(model, plan)
             if names := [n for n, _ in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]:
                 raise ValueError(f"running statistics are not supported with pp > 1: {', '.join(names[:3])}")
 
@@ -1236,7 +1491,7 @@ class Hybrid:
                                 schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), self._blank,
                                 bool(self.optimizer.cuda)))
         shape_of = lambda p: tuple(p.shape) if let_go is None else let_go.__self__.layout(p).shape
-        layouts = plan_layouts(model, plan, tp, self.tp.rank, shape_of) if tp > 1 else None
+        layouts = plan_layouts(model, plan, tp, self.tp.rank, shape_of, blocks if sp_mode else "") if tp > 1 else None
         # From here on nothing is refused.
         ENGINES.pop(model, None)
         if let_go is not None:
@@ -1249,13 +1504,23 @@ class Hybrid:
         self.changes: list[tuple] = []  # (module, attribute, what it was): made to the model, and taken back by `_let_go`
         self.layouts, self._tensor_parallel, self.pipeline = {}, None, None
         self._absent, self._shared = set(), {}
+        tokens_hooks = []
+        stages, tokens = None, Tokens(self.tp) if sp_mode else None
+        if pp > 1 or sp_mode:
+            stages = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
+            stages.tokens = tokens
         if pp > 1:
-            self.pipeline = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
-            self._absent, self._shared = self.pipeline.absent, self.pipeline.shared
+            self.pipeline, self._absent, self._shared = stages, stages.absent, stages.shared
+        self._tokens = tokens
         self._chunks = self.pipeline.chunks if self.pipeline else 1
         if tp > 1:
             self.layouts = layouts[2]
-            self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, self.changes)
+            self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, blocks, self.changes)
+            self._tensor_parallel.tokens = tokens
+            parents = {model.get_submodule(name.rpartition(".")[0]) for name, style in layouts[1].items()
+                       if tokens and name.startswith(f"{blocks}.") and style.startswith(("col", "packed_col"))}
+            tokens_hooks = [parent.register_forward_pre_hook(tokens.before_parent, with_kwargs=True)
+                            for parent in parents if not isinstance(parent, Staged)]
             self._same_random_numbers()
         if self._blank:
             for _, p in self._frozen:
@@ -1274,7 +1539,7 @@ class Hybrid:
                 groups |= dict.fromkeys(neighbours, dist.new_group([*neighbours]))
             self._holders[size] = Axis(self, "tp", size, self.rank % size, groups[self.rank])
         self._sharing = {stages: self._stages_axis(stages) for stages in sorted(set(self._shared.values()))}
-        hooks = self._cast_model()
+        hooks = self._cast_model() + tokens_hooks
         self._lay_out_buckets()
         self._lay_out_running_statistics()
         self._sync = True  # False inside no_sync
@@ -1563,6 +1828,8 @@ class Hybrid:
 
     def _before_model(self, options) -> None:
         self._refuse(options)
+        if self._tokens:
+            self._tokens.leave_blocks()
         if self._tensor_parallel is not None:
             self._tensor_parallel.leave()  # an exception may have left the last forward in what is divided
         if self._asks_nobody:
@@ -1606,6 +1873,8 @@ class Hybrid:
         """
         with self._discard_on_error():
             pieces = split_batch(batch, micro_batches)
+            if self._tokens:
+                self._tokens.lengths.clear()
             if self.pipeline:
                 self._refuse(batch)
                 self.pipeline.calls += 1
@@ -1626,9 +1895,10 @@ class Hybrid:
                     for task in ((kind, stage, k), *itertools.islice(following, 1)):
                         if not self.pipeline.ask(*task, shapes[task[2]], held):
                             break
-                if kind == "F" and mine:
-                    run = functools.partial(model_loss, self._forward, pieces[k], loss_fn)
-                    held[stage, k] = self._forward_stage(stage, k, shapes[k], run) if self.pipeline else (None, run())
+                if kind == "F":
+                    if mine:
+                        run = functools.partial(model_loss, self._forward, pieces[k], loss_fn)
+                        held[stage, k] = self._forward_stage(stage, k, shapes[k], run) if self.pipeline else (None, run())
                     continue
                 received, output = held.pop((stage, k), (None, None))
                 if first:
@@ -1670,6 +1940,8 @@ class Hybrid:
             raise RuntimeError("with a pipeline forward and backward of a batch go together: call engine.forward_backward(batch)")
         with self._discard_on_error():
             self._backward(loss, 1.0 / self.dp.world_size)
+        if self._tokens:
+            self._tokens.lengths.clear()
 
     @contextlib.contextmanager
     def no_sync(self):

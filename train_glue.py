@@ -137,6 +137,7 @@ def strategy_options(p: Parser, seeds: str) -> None:
     p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
     p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
     p.add_argument("--schedule", choices=["1f1b", "interleaved"], help="of a pipeline's micro-batches; default 1f1b")
+    p.add_argument("--sp_mode", choices=["split_gather"], help="mode hybrid: tp ranks divide tokens, too; default off")
     p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
     p.add_argument("--zero_stage", type=int, choices=[0, 1], help="mode hybrid: 1 divides the optimizer between copies; default 1")
     p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
@@ -209,12 +210,13 @@ def load_engine(args):
     engine_class = getattr(module, mode.engine)
     known = set(inspect.signature(engine_class).parameters) - {"model", "params", "group", "device"}
     knobs = dict(mode.knobs)
-    for name in ("tp", "pp", "schedule", "sp", "zero_stage", "offload"):
+    for name in ("tp", "pp", "schedule", "sp", "sp_mode", "zero_stage", "offload"):
         if getattr(args, name) is not None and getattr(args, name) is not False:  # not given
             if name not in known:
                 raise Stop(f"--{name}: mode {args.mode} has no such option")
             knobs[name] = getattr(args, name)
-    free = sorted(known - {"lr", "weight_decay", "precision", "tp", "pp", "schedule", "sp", "zero_stage", "offload", *mode.knobs})
+    free = sorted(known - {"lr", "weight_decay", "precision", "tp", "pp", "schedule", "sp", "sp_mode", "zero_stage",
+                           "offload", *mode.knobs})
     for item in args.engine:
         key, equals, value = item.partition("=")
         if not equals or key not in free:

@@ -941,10 +941,11 @@ def declared_plans_that_lack_something(tp):
         torch.manual_seed(0)
         model = getattr(hf, family + "ForCausalLM")(getattr(hf, family + "Config")(**sizes, **more)).double()
         again, batch = copy.deepcopy(model), batch_of("llama", 4, 0)
-        engine = Hybrid(model, precision="fp32", tp=tp)
+        plan = {name: style for name, style in hybrid.plan_of(again).items() if name not in names}  # as it is declared
+        engine = Hybrid(model, precision="fp32", tp=tp, plan=plan)
         with raises(RuntimeError, names[0].replace("*", "0"), "replicated_with_grad_allreduce"):
             engine.forward_backward(batch, 1, own_loss)
-        plan = hybrid.plan_of(again) | dict.fromkeys(names, "replicated_with_grad_allreduce")
+        plan |= dict.fromkeys(names, "replicated_with_grad_allreduce")
         trains_right(*beside(again, tp, plan=plan), batch)
 
 

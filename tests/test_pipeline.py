@@ -607,7 +607,8 @@ def refusals():
 
     import transformers as hf
     refused(words=("Stack", "no plan", "plan="), plan=None)
-    refused(words=("one list of blocks", "Stack", "none"), plan={"enter": "colwise"})
+    refused(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), words=("one list of blocks", "Sequential", "none"),
+            plan={"0": "colwise"})
     refused("two lists", words=("one list of blocks", "layers", "others"), plan=PLAN | {"others.*.up": "colwise"})
     refused("statistics", words=("running statistics", "leave.0.running_mean", "pp"))
     refused(words=("schedule", "1f1b", "interleaved", "'gpipe'"), schedule="gpipe")
