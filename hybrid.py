@@ -973,7 +973,7 @@ class Pipeline:
         # The stage whose forward is being run, and what came from the one before.
         self.running, self.received = 0 if self.stages == 1 else None, None
         self.tokens: Tokens | None = None  # sequence parallelism
-        self.in_tuples = False  # do blocks return tuples? Known to the first stage, which tells the next
+        self.in_tuples = 0  # how long are the tuples that blocks return, if they do? Known to the first stage, which tells the next
         self.known: dict[tuple, tuple] = {}  # (stage, shapes of a micro-batch) -> what is sent from it to the next
         self.coming: dict[tuple, tuple] = {}  # ("F" or "B", stage, micro-batch) -> (tensor, work) that has been asked for ahead
         self.sending: dict[tuple, list] = {}  # the same -> (tensor, work) of what is on its way, the oldest first
@@ -1022,7 +1022,8 @@ class Pipeline:
             if name.startswith(self.name + ".") and block.isdecimal():
                 stages[name] = next(s for s in range(self.stages) if self.begins[s] <= int(block) < self.begins[s + 1])
             else:
-                last = k > at or any(f"{name}.".startswith(f"{prefix}{other}.") for other in behind)
+                head = bool(prefix and name) and not f"{name}.".startswith(prefix)  # XLM-RoBERTa's is registered first
+                last = k > at or head or any(f"{name}.".startswith(f"{prefix}{other}.") for other in behind)
                 stages[name] = self.stages - 1 if last else 0
         return stages
 
@@ -1036,7 +1037,7 @@ class Pipeline:
         begin, end = self.begins[stage : stage + 2]
         first = None if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))  # the argument that they are
         hidden = args[0] if args else kwargs[first]
-        others, tokens = (), self.tokens
+        others, tokens = [None] * (self.in_tuples - 1), self.tokens
         if tokens and index == 0:
             tokens.begin(hidden)
         if begin <= index < end:
@@ -1045,9 +1046,11 @@ class Pipeline:
                 hidden = tokens.part(hidden) if index == 0 else hidden
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {first: hidden})
             output = run(*args, **kwargs)
-            self.in_tuples = isinstance(output, tuple)
+            self.in_tuples = len(output) if isinstance(output, tuple) else 0
             hidden, *others = output if self.in_tuples else (output,)
         elif index == begin - 1:
+            if self.received is None:
+                raise RuntimeError(f"forward passes block {index} of {self.name} more than once: this model needs pp=1")
             hidden, self.received = self.received, None
         if tokens and index == end - 1:
             tokens.leave_blocks()
@@ -1143,7 +1146,7 @@ class Pipeline:
 
     def send_hidden(self, hidden: Tensor, stage: int, k: int, shapes: tuple) -> None:
         """To the next stage. The first time that a micro-batch has these shapes, a header goes ahead: dims, dtype, does it want a
-        gradient back, do blocks return tuples. Both ends remember, so later ones come without, and nobody waits for a header."""
+        gradient back, how long are blocks' tuples. Both ends remember, so later ones come without, and nobody waits for one."""
         header = [hidden.ndim, *hidden.shape, CODES.index(hidden.dtype), hidden.requires_grad, self.in_tuples]
         known = self.known.setdefault((stage, shapes), header)
         if known is header:
@@ -1176,7 +1179,7 @@ class Pipeline:
             self.known[stage - 1, shapes] = header[: header[0] + 4]
         self.ask("F", stage, k, shapes, {})
         *_, wants_grad, in_tuples = self.known[stage - 1, shapes]
-        self.in_tuples = bool(in_tuples)
+        self.in_tuples = in_tuples
         return self._arrived(self.coming.pop(("F", stage, k))).requires_grad_(bool(wants_grad) and torch.is_grad_enabled())
 
     def receive_grad(self, stage: int, k: int) -> Tensor:
