@@ -623,7 +623,8 @@ class Gemini:
             seen += numel_of(members)
 
     def _host_room(self) -> int:
-        """Bytes of host memory for this rank, the least of any rank: what is available now and what the model gives back."""
+        """Bytes of host memory for this rank, the least of any rank: of what is available now and what the model gives back 0.85.
+        The rest is for the process beside them, CUDA's and libraries' own, and for slabs of pinned memory that do not fill up."""
         if self.device.type != "cuda":
             return NEVER
         given_back = sum(p.numel() * p.element_size() for p in self.all_params if p.device.type == "cpu")

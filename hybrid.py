@@ -195,13 +195,21 @@ PER_HEAD = {"bloom": {"h.*.self_attention": "alibi"}}  # module -> the argument 
 
 
 class Axis:
-    """One axis of the mesh as this rank sees it: the group of ranks whose coordinates differ from its own in this one alone."""
+    """One axis of the mesh as this rank sees it: the group of ranks whose coordinates differ from its own in this one alone. Who
+    holds what before and after a collective, and who waits, is said where its method is called; bytes are counted here.
 
-    def __init__(self, engine, name: str, world_size: int, rank: int, group):
-        self.engine, self.name, self.world_size, self.rank, self.group = weakref.ref(engine), name, world_size, rank, group
+    lists: the ranks of this axis, and those of the ranks elsewhere in the mesh; `rank` is the place in the own list.
+    """
+
+    def __init__(self, engine, name: str, lists: "list[list[int]]" = ()):
+        self.engine, self.name, self.lists = weakref.ref(engine), name, [*lists] or [[engine.rank]]
+        own = next((ranks for ranks in self.lists if engine.rank in ranks), [engine.rank])
+        self.world_size, self.rank = len(own), own.index(engine.rank)
+        everybody = self.lists == [[*range(engine.world_size)]]  # for whom there is the default group, None
+        self.group = None if everybody or len(self.lists[0]) == 1 else own_group(self.lists)
         self.device = engine.device
-        backends = dist.get_backend(group) if world_size > 1 else ""
-        self.by_hand = world_size > 1 and backends != "nccl" and f"{self.device.type}:nccl" not in backends  # see SliceSum
+        backends = dist.get_backend(self.group) if self.world_size > 1 else ""
+        self.by_hand = self.world_size > 1 and backends != "nccl" and f"{self.device.type}:nccl" not in backends  # see SliceSum
 
     def _count(self, collective: str, sent_bytes: int) -> None:
         if (engine := self.engine()) is not None:
@@ -248,21 +256,20 @@ class Axis:
         return part
 
 
+def own_group(lists: list[list[int]]):
+    """A new process group for each list of ranks, made on all ranks in the same order, as torch asks; returns this rank's, if it
+    has one."""
+    groups = [(ranks, dist.new_group(ranks)) for ranks in lists]
+    return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
+
+
 def make_mesh(engine, sizes: dict[str, int]) -> dict[str, Axis]:
     """Axes of a mesh over all ranks. Rank = ((dp * PP + pp) * SP + sp) * TP + tp, coordinates in small letters."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    strides = {name: math.prod(sizes[other] for other in AXES[AXES.index(name) + 1 :]) for name in AXES}
     axes = {}
     for name in AXES:
-        size, stride = sizes[name], strides[name]
-        groups = {}
-        for first in range(world):
-            if first // stride % size == 0:  # each rank takes part in making all groups, in the same order
-                ranks = [first + k * stride for k in range(size)]
-                whole = size == world
-                group = None if size == 1 or whole else dist.new_group(ranks)
-                groups |= dict.fromkeys(ranks, group)
-        axes[name] = Axis(engine, name, size, engine.rank // stride % size, groups[engine.rank])
+        size, stride = sizes[name], math.prod(sizes[other] for other in AXES[AXES.index(name) + 1 :])
+        firsts = [rank for rank in range(engine.world_size) if rank // stride % size == 0]  # whose coordinate is 0
+        axes[name] = Axis(engine, name, [[first + k * stride for k in range(size)] for first in firsts])
     return axes
 
 
@@ -374,20 +381,18 @@ class TensorParallel:
     def check(self, module: nn.Module) -> None:
         """A module's forward begins. Weights that are whole must not meet activations that are divided: each rank would find a part
         of their gradient, and the plan does not say that these are to be added up."""
-        divided = isinstance(module, (ColumnParallel, RowParallel))  # also those of a copy; a row linear's bias is added to the sum
-        if self.tokens and self.tokens.inside and not self.inside and torch.is_grad_enabled() and not divided:
-            for p in module.parameters(recurse=False):
-                own = p in self.layouts and self.layouts[p].own_tokens
-                if p.requires_grad and own == self.tokens.gathered:
+        if isinstance(module, (ColumnParallel, RowParallel)) or not torch.is_grad_enabled():
+            return  # a row linear's bias is added to the sum
+        weights = [self.layouts.get(p) for p in module._parameters.values() if p is not None and p.requires_grad]
+        name = lambda: f"{next((n for n, m in self.model().named_modules() if m is module), '')} ({type(module).__name__})"
+        if self.inside and None in weights:
+            raise RuntimeError(f"{name()} has weights that the plan does not name, and sees activations that are divided between "
+                               'tp ranks: give it the style "replicated_with_grad_allreduce", or use tp=1')
+        if self.tokens and self.tokens.inside and not self.inside:
+            for layout in weights:
+                if (own := layout is not None and layout.own_tokens) == self.tokens.gathered:
                     seen = "all tokens" if own else "its own tokens alone"
-                    raise RuntimeError(f"{type(module).__name__} sees {seen}, other than its place in the model says: "
-                                       "use sp_mode=None")
-        if self.inside and torch.is_grad_enabled() and not divided and any(
-                p.requires_grad and p not in self.layouts for p in module._parameters.values() if p is not None):
-            name = next((name for name, m in self.model().named_modules() if m is module), "")
-            self.leave()
-            raise RuntimeError(f"{name} ({type(module).__name__}) has weights that the plan does not name, and sees activations "
-                               'that are divided between tp ranks: give it the style "replicated_with_grad_allreduce", or use tp=1')
+                    raise RuntimeError(f"{name()} sees {seen}, other than its place in the model says: use sp_mode=None")
 
 
 # What `divide` gives these modules: _tp, the TensorParallel of the model; _style; _transposed, is it a Conv1D?; _is_head; _whole,
@@ -750,17 +755,18 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
             if p in layouts and not any(name == m or name.startswith(m + ".") for m in modules):
                 if not (key == "bias" and p.ndim == 1 and name.endswith(("predictions", "lm_head"))):  # BERT has it twice
                     raise ValueError(f"{name}.{key} is tied to a weight that is divided, but {kind}'s plan does not name {name}")
-    gathered = {name.rpartition(".")[0] for name in modules if styles[name].startswith(("col", "packed_col"))}
-    for name, module in model.named_modules() if blocks else ():
-        tail = name.removeprefix(f"{blocks}.")
-        parents = {name.rsplit(".", k)[0] for k in range(name.count("."))} & gathered
-        all_tokens = any(not parent.removeprefix(f"{blocks}.").isdecimal() for parent in parents)
-        for key, p in module.named_parameters(recurse=False) if tail != name else ():
-            if p not in layouts and (not all_tokens or key == "bias" and "rowwise" in styles.get(name, "")):
-                layouts[p] = dataclasses.replace(whole_layout(shape_of(p), n, partial=True), own_tokens=True)
     if all(module in (input_, output) or styles[name].startswith("replicated") for name, module in modules.items()):
         raise ValueError(f"{kind}: the plan divides no linear but the head, so each rank would have all blocks whole: use tp=1, or "
                          "give plan={name: style}")
+    gathering = gathering_modules(styles, blocks)
+    for name, module in model.named_modules() if blocks else ():
+        all_tokens = any(f"{name}.".startswith(f"{parent}.") for parent in gathering)
+        for key, p in module.named_parameters(recurse=False) if name.startswith(f"{blocks}.") else ():
+            if p not in layouts and (not all_tokens or key == "bias" and "rowwise" in styles.get(name, "")):
+                if p.ndim > 1:  # norms and biases are for each token; this may be of a convolution, or a recurrence
+                    raise ValueError(f"{name}.{key} is in a block but not in the plan, so its module would see its own tokens "
+                                     "alone and may be one that mixes them: use sp_mode=None")
+                layouts[p] = dataclasses.replace(whole_layout(shape_of(p), n, partial=True), own_tokens=True)
     for name in modules:
         parent = model.get_submodule(name.rpartition(".")[0])
         own = parent.named_parameters(recurse=False) if styles[name] in COLUMNS else ()
@@ -768,6 +774,15 @@ def plan_layouts(model: nn.Module, plan: Mapping[str, str], n: int, rank: int, s
             raise ValueError(f"{name.rpartition('.')[0]} has weights of its own, {', '.join(strays)}, beside linears that are "
                              "divided: each rank would find a part of their gradient; use tp=1")
     return modules, styles, layouts
+
+
+def gathering_modules(styles: Mapping[str, str], blocks: str) -> list[str]:
+    """Where tokens are divided: names of what has column linears, attention and MLP, which therefore read all tokens. Not a block
+    itself, whose column linears gather each for itself, nor what is inside of another one."""
+    parents = {name.rpartition(".")[0] for name, style in styles.items()
+               if name.startswith(f"{blocks}.") and style.startswith(("colwise", "packed_colwise"))}
+    parents = {name for name in parents if not name.removeprefix(f"{blocks}.").isdecimal()}
+    return sorted(name for name in parents if not any(name.startswith(f"{other}.") for other in parents))
 
 
 def divide(model: nn.Module, modules: dict, styles: dict, layouts: dict, tp: Axis, absent: set, blocks: str, changes: list
@@ -963,7 +978,8 @@ def blank(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Pipeline:
-    """The pp axis at work: which stage has what, and what goes on between neighbours."""
+    """The pp axis at work: which stage has what, and what goes on between neighbours. One stage, and no neighbours, where only
+    tokens are divided, which is from the first block on, too."""
 
     def __init__(self, axis: Axis, model: nn.Module, plan: Mapping[str, str], chunks: int, changes: list):
         self.axis, self.chunks, self.stages = axis, chunks, axis.world_size * chunks
@@ -1055,13 +1071,15 @@ class Pipeline:
         if tokens and index == end - 1:
             tokens.leave_blocks()
             hidden = tokens.whole(hidden) if stage == self.stages - 1 else hidden
-        if index != end - 1 or stage == self.stages - 1:
-            return (hidden, *others) if self.in_tuples else hidden
-        beside = (args[1:], {key: x for key, x in kwargs.items() if key != first})
+        leaves = index == end - 1 and stage < self.stages - 1
+        beside = (args[1:], {key: x for key, x in kwargs.items() if key != first}) if leaves or tokens else ()
         if more := [x for x in tensors_in(beside) if x.requires_grad]:
+            why = "between stages go hidden states alone" if leaves else "of tokens only theirs are divided"
             raise RuntimeError(f"{type(block).__mro__[2].__name__} is given {len(more)} tensors beside hidden states that "
-                               "depend on weights; between stages go hidden states alone, so this model needs pp=1")
-        raise StageEnd(hidden)
+                               f"depend on weights; {why}, so this model needs {'pp=1' if leaves else 'sp_mode=None'}")
+        if leaves:
+            raise StageEnd(hidden)
+        return (hidden, *others) if self.in_tuples else hidden
 
     def forward(self, stage: int, received: Tensor | None, run):
         """run() is the model's forward and, on the last stage, the loss. Returns what it returns, or the stage's hidden states."""
@@ -1091,15 +1109,9 @@ class Pipeline:
         """Make the lines: for each direction a group of its own, so that what goes up never waits for what comes down; one more
         each between the last rank and the first, of which P = 2 has no other pair. Neighbours meet once, in order: NCCL makes a
         connection when it is first used, and then waits for both ends."""
-        pp, world = self.axis, dist.get_world_size()
-        members = [None] * world
-        dist.all_gather_object(members, sorted(dist.get_process_group_ranks(pp.group)))
-        self.groups = {}
-        for line in itertools.product((1, -1), (False, True) if self.chunks > 1 else (False,)):
-            for ranks in sorted(map(list, {tuple(ranks) for ranks in members})):
-                group = dist.new_group(ranks)
-                if dist.get_rank() in ranks:
-                    self.groups[line] = group
+        pp, wraps = self.axis, (False, True) if self.chunks > 1 else (False,)
+        self.groups = {line: own_group(pp.lists) for line in itertools.product((1, -1), wraps)}
+        # before and after: nothing that anybody needs.  sends: 4 bytes each way along each line, once; neighbours wait.
         for stage in range(min(self.stages, pp.world_size + 1) - 1):
             for source, to in ((stage, stage + 1), (stage + 1, stage)):
                 if source % pp.world_size == pp.rank:
@@ -1266,6 +1278,7 @@ def tensors_in(x) -> list[Tensor]:
 #     forward     X_t --gather tokens--> X --> X A_r --f--> H_r --> H_r B_r --own tokens of the sum--> Y_t
 #     backward    dX_t <--own tokens of the sum-- dH_r A_r^T <-- dH_r <-- dY B_r^T <--gather tokens-- dY_t
 #
+# Refused by name is what else in a block might mix tokens, or depend on weights beside hidden states, as cross attention does.
 # An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same. Weights that are whole (norms, biases behind the
 # sum) see the own tokens alone, so their gradients are summed over tp. (Megatron-LM, arXiv:2205.05198, §4.2.2.)
 
@@ -1279,6 +1292,8 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # before: each rank has what its own columns say of all tokens' gradient.  after: the sum, for its own tokens.
+        # sends: (N-1)/N of the whole's bytes; the backward of what came before waits.
         return ScatterTokens.apply(grad, ctx.axis), None
 
 
@@ -1292,6 +1307,8 @@ class ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # before: each rank has the gradient of its own tokens of the sum.  after: all have all.
+        # sends: (N-1)/N of the whole's bytes; the backward of what came before waits.
         return GatherTokens.apply(grad, ctx.axis), None
 
 
@@ -1301,16 +1318,20 @@ class Tokens:
     def __init__(self, axis: Axis):
         self.axis, self.length = axis, 0  # of the whole sequence
         self.lengths: set[int] = set()  # of forwards whose backward is still to come, for activation checkpointing
+        self.proven = False  # has a forward come to its end?
         self.inside = False  # between the first and the last of the own blocks
         self.gathered = False  # there, in attention or MLP, which read all tokens
         self.generators = {torch.default_generator, default_generator(axis.device)}
-        self._saved: list | None = None
+        self._saved: list | None = None  # states of the generators outside of the blocks
 
     def __deepcopy__(self, memo):
         return self  # a copy of the model is divided in the same way
 
     def begin(self, whole: Tensor) -> None:
         """A forward comes to the first block with hidden states (B, S, H)."""
+        if whole.ndim != 3:
+            raise RuntimeError(f"hidden states of shape {tuple(whole.shape)} have no dim of tokens behind one of rows: "
+                               "use sp_mode=None")
         self.length = whole.shape[1]
         if torch.is_grad_enabled():
             self.lengths.add(self.length)
@@ -1341,6 +1362,10 @@ class Tokens:
     def padded(self, x: Tensor) -> Tensor:
         return nn.functional.pad(x, (0, 0, 0, -self.now() % self.axis.world_size))
 
+    def by_rows(self, x: Tensor, length: int) -> Tensor:
+        """(B, length, K), also of what a model has flattened to (B * length, K), as OPT does before its MLP."""
+        return x if x.ndim == 3 else x.view(-1, length, x.shape[-1])
+
     def part(self, x: Tensor) -> Tensor:
         """(B, S, H), whole on all ranks -> the own tokens (B, ceil(S/N), H)."""
         return split(self.padded(x), self.axis, 1)
@@ -1352,16 +1377,18 @@ class Tokens:
     @torch.compiler.disable
     def gather(self, x: Tensor) -> Tensor:
         """The own tokens -> all of them, for what each rank does with its own heads or hidden units."""
-        return GatherTokens.apply(x, self.axis)[:, : self.now()].contiguous()
+        whole = GatherTokens.apply(self.by_rows(x, -(-self.now() // self.axis.world_size)), self.axis)[:, : self.now()].contiguous()
+        return whole if x.ndim == 3 else whole.flatten(0, 1)
 
     @torch.compiler.disable
     def scatter(self, y: Tensor) -> Tensor:
         """Products of the own rows, for all tokens -> their sum over the ranks, for the own tokens."""
         self.gathered = False
-        return ScatterTokens.apply(self.padded(y), self.axis)
+        own = ScatterTokens.apply(self.padded(self.by_rows(y, self.now())), self.axis)
+        return own if y.ndim == 3 else own.flatten(0, 1)
 
     @torch.compiler.disable
-    def before_parent(self, module: nn.Module, args: tuple, kwargs: dict):
+    def before_gathering(self, module: nn.Module, args: tuple, kwargs: dict):
         """Forward pre-hook of what has column linears, attention or MLP: it reads all tokens."""
         self.gathered = True
         if args:
@@ -1455,6 +1482,8 @@ class Hybrid:
         if len(devices) != 1:
             raise ValueError(f"the model must live on one device, found {sorted(map(str, devices)) or 'no parameters'}")
         self._model, self.device = model, devices.pop()
+        if device is not None and torch.device(device).type != self.device.type:
+            raise ValueError(f"device={device} is for a model built on meta; this one is on {self.device}: move it before")
         self.group = None  # all ranks: what checkpoints and whole tensors go through
         for name, p in model.named_parameters():
             if p.is_complex():
@@ -1487,9 +1516,9 @@ class Hybrid:
         self._index = {p: i for i, p in enumerate(self.params)}
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self.axes = make_mesh(self, dict(dp=self.world_size // (tp * pp * sp), pp=pp, sp=sp, tp=tp))
-        self.world = Axis(self, "world", self.world_size, self.rank, None)
+        self.world = Axis(self, "world", [[*range(self.world_size)]])
         self.dp, self.pp, self.tp = self.axes["dp"], self.axes["pp"], self.axes["tp"]
-        self._slices = self.dp if zero_stage else Axis(self, "dp", 1, 0, None)  # between whom buckets are cut into slices
+        self._slices = self.dp if zero_stage else Axis(self, "dp")  # between whom buckets are cut into slices
         self._check_same_model((precision, max_norm, adamw, initial_scale, growth_interval, min_scale, max_scale, tp, pp, sp,
                                 schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), self._blank,
                                 bool(self.optimizer.cuda)))
@@ -1520,10 +1549,8 @@ class Hybrid:
             self.layouts = layouts[2]
             self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, blocks, self.changes)
             self._tensor_parallel.tokens = tokens
-            parents = {model.get_submodule(name.rpartition(".")[0]) for name, style in layouts[1].items()
-                       if tokens and name.startswith(f"{blocks}.") and style.startswith(("col", "packed_col"))}
-            tokens_hooks = [parent.register_forward_pre_hook(tokens.before_parent, with_kwargs=True)
-                            for parent in parents if not isinstance(parent, Staged)]
+            tokens_hooks = [model.get_submodule(name).register_forward_pre_hook(tokens.before_gathering, with_kwargs=True)
+                            for name in gathering_modules(layouts[1], blocks) if tokens]
             self._same_random_numbers()
         if self._blank:
             for _, p in self._frozen:
@@ -1534,14 +1561,12 @@ class Hybrid:
             # It would hold keys and values of a rank's own blocks alone; and for each place in it a block would be compiled anew.
             self.changes.append((config, "use_cache", True))
             config.use_cache = False
-        self._holders = {1: Axis(self, "tp", 1, 0, None), tp: self.tp}  # by size: neighbours on the tp axis with the same part
+        # Who else has a parameter: by size, neighbours on the tp axis; by coordinates on the pp axis, the stages that use it.
+        self._holders = {1: Axis(self, "tp"), tp: self.tp}
         for size in sorted({layout.holders for layout in self.layouts.values()} - self._holders.keys()):
-            groups = {}
-            for first in range(0, self.world_size, size):
-                neighbours = range(first, first + size)
-                groups |= dict.fromkeys(neighbours, dist.new_group([*neighbours]))
-            self._holders[size] = Axis(self, "tp", size, self.rank % size, groups[self.rank])
-        self._sharing = {stages: self._stages_axis(stages) for stages in sorted(set(self._shared.values()))}
+            self._holders[size] = Axis(self, "tp", [[*range(first, first + size)] for first in range(0, self.world_size, size)])
+        self._sharing = {stages: Axis(self, "pp", [[ranks[stage] for stage in stages] for ranks in self.pp.lists])
+                         for stages in sorted(set(self._shared.values()))}
         hooks = self._cast_model() + tokens_hooks
         self._lay_out_buckets()
         self._lay_out_running_statistics()
@@ -1581,16 +1606,6 @@ class Hybrid:
             # before: each rank's own state.  after: that of the tp group's first.  sends: some KB, once; all wait.
             dist.broadcast(state, src=ranks[0], group=self.tp.group)
             generator.set_state(state.cpu())
-
-    def _stages_axis(self, stages: tuple[int, ...]) -> Axis | None:
-        """The ranks with these coordinates on the pp axis, all else equal; None if this rank is not one of them."""
-        stride, own = self.axes["sp"].world_size * self.tp.world_size, None
-        for first in range(self.world_size):
-            if first // stride % self.pp.world_size == 0:
-                ranks = [first + stage * stride for stage in stages]
-                group = dist.new_group(ranks)
-                own = group if self.rank in ranks else own
-        return Axis(self, "pp", len(stages), stages.index(self.pp.rank), own) if self.pp.rank in stages else None
 
     def layout(self, p: nn.Parameter) -> Layout:
         """Which part of it this rank's tensor is."""
@@ -1795,11 +1810,22 @@ class Hybrid:
 
     def _forward(self, *args, **kwargs):
         try:
-            return self._model(*cast(args, self.half), **cast(kwargs, self.half))
-        except BaseException:
+            output = self._model(*cast(args, self.half), **cast(kwargs, self.half))
+        except BaseException as error:
             if self._tensor_parallel is not None:
                 self._tensor_parallel.leave()  # random numbers of the divided part end with it
+            if self._tokens:
+                self._tokens.leave_blocks()
+                unproven, self._tokens.proven = not self._tokens.proven, self._tokens.proven or isinstance(error, StageEnd)
+                says_so = "sp_mode=None" in f"{error}" or "use tp=1" in f"{error}"
+                if unproven and isinstance(error, (RuntimeError, IndexError)) and not says_so:
+                    raise RuntimeError(f"{type(self._model).__name__}'s first forward with divided tokens failed: {error}. If it does "
+                                       "not without them, its blocks do with shapes what tokens do not allow: use sp_mode=None"
+                                       ) from error
             raise
+        if self._tokens:
+            self._tokens.proven = True
+        return output
 
     def wait_for_weights(self) -> None:
         """Wait for every weight that the last `step` updated: under NCCL the current stream does, under gloo this thread."""
@@ -3573,8 +3599,10 @@ def demonstration(device: torch.device) -> None:
         owned = [(name, tuple(p.shape), engine.layout(p)) for name, p in engine.named_parameters() if p in set(own)]
         numel, held = sum(p.numel() for p in own), {kind: sum(places.values()) for kind, places in engine.memory().items()}
         everyone = [None] * n
-        dist.all_gather_object(everyone, (owned, numel, held))
+        dist.all_gather_object(everyone, (owned, numel, held, {name: a.rank for name, a in engine.axes.items()}))
         say(f"\n{axis}: {n} ranks on {device.type}: " + ", ".join(f"{name} {a.world_size}" for name, a in engine.axes.items()))
+        say("  " + "; ".join(f"rank {r}: " + " ".join(f"{name} {k}" for name, k in place.items()) for r, place in enumerate(
+            [one[3] for one in everyone])))
         activations = batch * length * width * 2
         if axis == "tp":
             for k, (name, _, layout) in enumerate(owned):
@@ -3585,7 +3613,7 @@ def demonstration(device: torch.device) -> None:
             formula = 2 * (n - 1) / n * ((4 * layers + 1) * activations + 3 * 4 * batch * (length - 1))
             counted = engine.traffic["tp all_reduce"]
         else:
-            for stage, (theirs, _, _) in enumerate(everyone):
+            for stage, (theirs, *_) in enumerate(everyone):
                 blocks = sorted({name.split(".")[2] for name, *_ in theirs if ".layers." in name})
                 beside = sorted({name.rpartition(".")[0] for name, *_ in theirs if ".layers." not in name})
                 say(f"  stage {stage}: blocks {', '.join(blocks)}; {', '.join(beside) or 'nothing else'}")
@@ -3593,7 +3621,7 @@ def demonstration(device: torch.device) -> None:
             say("\n".join(f"  rank {k}  {line}" for k, line in enumerate(lines)))
             say(f"  idle {idle:.3f} of all turns; formula (P-1)/(M+P-1) {(n - 1) / (micro_batches + n - 1):.3f}")
             formula, counted = (1 if rank in (0, n - 1) else 2) * activations, engine.traffic["pp send"]
-        for r, (_, numel, held) in enumerate(everyone):
+        for r, (_, numel, held, _) in enumerate(everyone):
             say(f"  rank {r}: {numel:,} parameters; bytes held and by formula: weights {held['parameters']:,} {2 * numel:,}, "
                 f"gradients {held['gradients']:,} {2 * numel:,}, optimizer {held['optimizer']:,} {12 * numel:,}")
         say(f"  rank 0 sent in forward and backward: by sockets {sockets:,}, counted {counted:,}, formula {formula:,.0f}")

@@ -32,17 +32,21 @@ from hybrid import Hybrid, plan_of  # noqa: E402
 from zero import Zero  # noqa: E402
 
 
+def sentences(vocabulary, rows, length, device):
+    """Batches by rank: words and a label of two."""
+    def batch(rank):
+        g = torch.Generator().manual_seed(rank)
+        return dict(input_ids=torch.randint(vocabulary, (rows, length), generator=g).to(device),
+                    labels=torch.randint(2, (rows,), generator=g).to(device))
+    return batch
+
+
 def bert(device):
     """4 layers of width 256, 5.3 M parameters; 8 sequences of 64 tokens per rank."""
     from transformers import BertConfig, BertForSequenceClassification
     config = BertConfig(vocab_size=8192, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024,
                         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-
-    def batch(rank):
-        g = torch.Generator().manual_seed(rank)
-        return dict(input_ids=torch.randint(8192, (8, 64), generator=g).to(device),
-                    labels=torch.randint(2, (8,), generator=g).to(device))
-    return BertForSequenceClassification(config), batch, None
+    return BertForSequenceClassification(config), sentences(8192, 8, 64, device), None
 
 
 def resnet18(device):
@@ -59,12 +63,7 @@ def bert_base(device):
     """BERT-base with a head of 2 labels, 109.5 M parameters; 32 sequences of 128 tokens per rank."""
     from transformers import BertConfig, BertForSequenceClassification
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-
-    def batch(rank):
-        g = torch.Generator().manual_seed(rank)
-        return dict(input_ids=torch.randint(30522, (32, 128), generator=g).to(device),
-                    labels=torch.randint(2, (32,), generator=g).to(device))
-    return BertForSequenceClassification(config), batch, None
+    return BertForSequenceClassification(config), sentences(30522, 32, 128, device), None
 
 
 def gpt2_xl(device):

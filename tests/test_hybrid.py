@@ -386,8 +386,9 @@ def test_case_61_biases_and_tied_weights(pool):
 def an_axis():
     """All ranks on one tp axis, without an engine; yields it and the list of what was sent: (collective, bytes)."""
     log = []
-    engine = type("Engine", (), {"device": torch.device("cpu"), "_count": lambda self, *what: log.append(what)})()
-    yield hybrid.Axis(engine, "tp", dist.get_world_size(), dist.get_rank(), None), log
+    engine = type("Engine", (), dict(device=torch.device("cpu"), rank=dist.get_rank(), world_size=dist.get_world_size(),
+                                     _count=lambda self, *what: log.append(what)))()
+    yield hybrid.Axis(engine, "tp", [[*range(engine.world_size)]]), log
 
 
 def divided(axis, whole):
@@ -723,11 +724,12 @@ def test_case_39_chain_of_strategies(pool, tmp_path, kind, chain):
             close(saved[key], tensor)
 
 
-def resumed(directory):
-    """Four steps in a row, and two, a checkpoint, and two by another engine: bit for bit, dropout included."""
+def resumed(directory, changes=(), **knobs):
+    """Four steps in a row, and two, a checkpoint, and two by another engine: bit for bit, dropout included. Returns that engine
+    and how to build one more."""
     def engine_of(seed):
-        model = build("gpt2", seed, torch.float32, **DROPOUT["gpt2"])
-        return Hybrid(model, precision="bf16", tp=2, lr=0.01, bucket_mb=0.004)
+        model = build("gpt2", seed, torch.float32, **DROPOUT["gpt2"], **dict(changes))
+        return Hybrid(model, precision="bf16", lr=0.01, bucket_mb=0.004, **knobs)
 
     def train(engine, numbers):
         losses = []
@@ -746,10 +748,15 @@ def resumed(directory):
     second.load(directory)
     found = [*train(second, (2, 3)), *[f.master for f in second.fragments], *[f.exp_avg for f in second.fragments]]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return second, engine_of
+
+
+def resumed_along_tp(directory):
+    resumed(directory, tp=2)
 
 
 def test_resumed_bit_for_bit(pool, tmp_path):
-    pool.run(4, resumed, f"{tmp_path}/run")
+    pool.run(4, resumed_along_tp, f"{tmp_path}/run")
 
 
 def half_gradients(kind, tp):

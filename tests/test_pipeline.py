@@ -8,6 +8,7 @@ Two and four CPU ranks, three once; about 70 s. Numbers in test names are those 
 import contextlib
 import copy
 import itertools
+import pathlib
 import time
 import weakref
 
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 from models import Reference, assert_same_on_all_ranks, build_engine, in_sweep, raises, random, rows, two_groups
 from test_contract import LivePeak, close, mean_over_ranks
-from test_hybrid import LOSS_IN_FP32, MORE, VOCAB, batch_of, build, forward_of, own_loss, part_of, plain_norms
+from test_hybrid import LOSS_IN_FP32, MORE, VOCAB, batch_of, build, forward_of, own_loss, part_of, plain_norms, resumed
 from torch import nn
 
-from hybrid import Hybrid, schedule, sent_bytes
+import hybrid
+from hybrid import Hybrid, schedule, sent_bytes, timeline
 
 BLOCKS = dict(num_hidden_layers=4)
 INTERLEAVED = dict(pp=2, schedule="interleaved", chunks=2)
@@ -314,8 +316,9 @@ def test_overflow_sweep(pool, knobs):
 # ---- 3. the order of tasks ---------------------------------------------------------------------------------------------------
 
 
-def played(lists, stages):
-    """One turn for each task, which begins when its inputs are there: the turns that it takes, and when each task has ended."""
+def played(lists, stages, waits=None):
+    """One turn for each task, which begins when its inputs are there: the turns that it takes, and when each task has ended. waits:
+    so many gradients of a rank may be on their way down; for the oldest it waits until the rank below has begun to take it."""
     ranks, done, free, place = len(lists), {}, [0] * len(lists), [0] * len(lists)
     while any(place[r] < len(lists[r]) for r in range(ranks)):
         went_on = False
@@ -324,6 +327,10 @@ def played(lists, stages):
                 kind, stage, k = lists[r][place[r]]
                 needs = [("F", stage - 1, k)] if kind == "F" else [("F", stage, k), ("B", stage + 1, k)]
                 needs = [task for task in needs if 0 <= task[1] < stages]
+                sent = [task for task in lists[r][: place[r]] if task[0] == "B" and task[1] > 0]
+                if waits is not None and len(sent) > waits:  # the last task has sent its gradient, and then waited for this one
+                    kind_, stage_, k_ = sent[-waits - 1]
+                    needs.append((kind_, stage_ - 1, k_))
                 if not all(task in done for task in needs):
                     break
                 free[r] = max([free[r], *(done[task] for task in needs)]) + 1
@@ -358,6 +365,15 @@ def test_schedules():
         turns, _ = played(lists, ranks * chunks)
         if chunks == 1 or micro_batches % ranks == 0:
             assert turns == 2 * (micro_batches * chunks + ranks - 1), (case, turns)
+        played(lists, ranks * chunks, waits=2 if chunks == 1 else 2 * ranks * chunks)  # as Pipeline.send_grad does
+
+
+def test_the_timeline_that_is_drawn():
+    """The picture in the section on pipelines, where idle turns before a rank's first task are blank."""
+    lines, idle = timeline(schedule(3, 4))
+    for rank, line in enumerate(lines):
+        assert f"rank {rank}   {rank * '   '}{line.strip(' .')}  " in pathlib.Path(hybrid.__file__).read_text(), line
+    assert idle == 2 / 6  # (P-1)/(M+P-1)
 
 
 # ---- 4. bytes ----------------------------------------------------------------------------------------------------------------
@@ -852,28 +868,8 @@ def test_case_39_chain_of_strategies(pool, tmp_path, chain):
             close(saved[key], tensor)
 
 
-def resumed(directory, **knobs):
-    """Four steps in a row, and two, a checkpoint, and two by another engine: bit for bit, dropout included."""
-    def engine_of(seed):
-        return Hybrid(build("gpt2", seed, torch.float32, **DROPS, **BLOCKS), precision="bf16", lr=0.01, bucket_mb=0.004, **knobs)
-
-    def train(engine, numbers):
-        losses = []
-        for k in numbers:
-            losses.append(engine.forward_backward(batch_of("gpt2", 4, 10 * k + engine.dp.rank), 2))
-            engine.step()
-        return losses
-
-    torch.manual_seed(dist.get_rank())
-    first = engine_of(0)
-    train(first, (0, 1))
-    first.save(directory)
-    expected = [*train(first, (2, 3)), *[f.master for f in first.fragments], *[f.exp_avg for f in first.fragments]]
-    torch.manual_seed(50)
-    second = engine_of(7)
-    second.load(directory)
-    found = [*train(second, (2, 3)), *[f.master for f in second.fragments], *[f.exp_avg for f in second.fragments]]
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def resumed_on_stages(directory):
+    second, engine_of = resumed(directory, BLOCKS, pp=2)
     # load_state_dict: rank 0's alone, of which each stage takes what is its own
     third, whole = engine_of(8), second.state_dict()
     third.load_state_dict(whole if dist.get_rank() == 0 else {})
@@ -885,7 +881,7 @@ def resumed(directory, **knobs):
 
 
 def test_resumed_bit_for_bit(pool, tmp_path):
-    pool.run(2, resumed, f"{tmp_path}/run", pp=2)
+    pool.run(2, resumed_on_stages, f"{tmp_path}/run")
 
 
 def taken_over(*settings):

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from models import raises
+from models import raises, random
 from test_contract import close
 from test_hybrid import batch_of, beside_one_process, build, own_loss, plain_norms
 from test_pipeline import beside_one_process as stages_beside_one_process
@@ -147,6 +147,29 @@ def small(traffic):
     return numel * 8
 
 
+class Mixing(nn.Module):
+    """A block whose plan leaves something out that mixes tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.mix = nn.Linear(6, 8), nn.Linear(8, 6), nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x):
+        return self.mix((x + self.down(self.up(x).tanh())).mT).mT
+
+
+class Stack(nn.Module):
+    def __init__(self, flat=False):
+        super().__init__()
+        self.layers, self.flat = nn.ModuleList([Mixing()]), flat
+
+    def forward(self, x):
+        return self.layers[0](x.flatten(0, 1) if self.flat else x)
+
+
+PAIR = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
 def refusals():
     model = build("llama")
     with raises(ValueError, "split_gather", "tp=2"):
@@ -156,6 +179,13 @@ def refusals():
     for knobs in (dict(sp=2), dict(tp=2, sp_mode="ring"), dict(tp=2, sp_mode="all_to_all")):
         with raises(NotImplementedError, "sp"):
             Hybrid(model, precision="fp32", **knobs)
+    with raises(ValueError, "layers.0.mix.weight", "not in the plan", "sp_mode=None"):
+        Hybrid(Stack(), precision="fp32", tp=2, plan=PAIR, **DIVIDED)
+    flat = Stack(flat=True)
+    flat.layers[0].mix = nn.Identity()
+    engine = Hybrid(flat.double(), precision="fp32", tp=2, plan=PAIR, **DIVIDED)
+    with raises(RuntimeError, "(12, 6)", "sp_mode=None"):
+        engine.forward_backward(random(4, 3, 6, seed=0), 1, lambda out, x: out.sum())
 
 
 @pytest.mark.parametrize("case", [whole_norms, other_lengths, masks, memory_and_bytes, refusals])
