@@ -1359,6 +1359,14 @@ class Tokens:
             generator.set_state(state)
         self._saved = None
 
+    def explain(self, model: nn.Module, error: BaseException) -> None:
+        """Forward has ended with an error. If it is the first one, the model may not fit: RuntimeError that names this and the error."""
+        if isinstance(error, StageEnd):
+            self.proven = True
+        elif isinstance(error, (RuntimeError, IndexError)) and not self.proven and not re.search("use (tp=1|sp_mode)", f"{error}"):
+            raise RuntimeError(f"{type(model).__name__}'s first forward with divided tokens failed: {error}. If it does not without "
+                               "them, its blocks do with shapes what tokens do not allow: use sp_mode=None") from error
+
     def padded(self, x: Tensor) -> Tensor:
         return nn.functional.pad(x, (0, 0, 0, -self.now() % self.axis.world_size))
 
@@ -1816,12 +1824,7 @@ class Hybrid:
                 self._tensor_parallel.leave()  # random numbers of the divided part end with it
             if self._tokens:
                 self._tokens.leave_blocks()
-                unproven, self._tokens.proven = not self._tokens.proven, self._tokens.proven or isinstance(error, StageEnd)
-                says_so = "sp_mode=None" in f"{error}" or "use tp=1" in f"{error}"
-                if unproven and isinstance(error, (RuntimeError, IndexError)) and not says_so:
-                    raise RuntimeError(f"{type(self._model).__name__}'s first forward with divided tokens failed: {error}. If it does "
-                                       "not without them, its blocks do with shapes what tokens do not allow: use sp_mode=None"
-                                       ) from error
+                self._tokens.explain(self._model, error)
             raise
         if self._tokens:
             self._tokens.proven = True

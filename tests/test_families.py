@@ -1,9 +1,10 @@
 """hybrid.py over the model families of transformers: its own plans, and all configs that declare one without experts' styles.
 
 Compared: a tiny instance of each config class (2 blocks, 4 heads), on one process, with its matrices divided between two ranks
-(tp=2), with its tokens, too (split_gather), and with its blocks (pp=2), in float64, also where transformers' forward goes through fp32: loss and every gradient at 1e-9,
-for only the order of summation differs. What hybrid.py refuses by name (REFUSED) is right, too; wrong numbers are not. Two CPU
-ranks; by default three families, under 10 s; the sweep (`-m sweep`) has all, prints what became of each, and takes some 5 min.
+(tp=2), with its tokens, too (split_gather), and with its blocks (pp=2), in float64, also where transformers' forward goes through
+fp32: loss and every gradient at 1e-9, for only the order of summation differs. What hybrid.py refuses by name (REFUSED) is right,
+too; wrong numbers are not. Two CPU ranks; by default three families, under 10 s; the sweep (`-m sweep`) has all, prints what
+became of each, and takes some 5 min.
 """
 import contextlib
 import functools
@@ -109,11 +110,13 @@ REFUSED = {  # axis -> config class -> words of the reason; all others are right
         "MuseGlimmerConfig": LISTS, "MuseSparkConfig": LISTS, "NeoMMEConfig": OTHER_STAGE,
     },
 }
-REFUSED["tokens"] = {**REFUSED["tp"], "HrmTextConfig": LISTS, "MuseGlimmerConfig": LISTS, "MuseSparkConfig": LISTS, **dict.fromkeys((
+REFUSED["tokens"] = {
+    **REFUSED["tp"], **dict.fromkeys(("HrmTextConfig", "MuseGlimmerConfig", "MuseSparkConfig"), LISTS), **dict.fromkeys((
     "Ernie4_5_VL_MoeVisionConfig", "Ernie4_5_VLMoeVisionConfig", "MuseGlimmerVisionConfig",  # hidden states without a dim of rows
     "Gemma4VisionConfig", "HiggsAudioV2Config", "NeoMMEConfig", "EmbeddingGemma2TextConfig", "YoutuConfig", "MuseSparkTextConfig",
     "Gemma3nTextConfig", "OlmoHybridConfig", "Qwen3_5TextConfig", "MuseGlimmerAssistantConfig", "Gemma4UnifiedTextConfig",
-    "Llama4VisionConfig", "VoxtralRealtimeTextConfig"), "sp_mode=None")}  # the last one has a linear in its norms
+    "Llama4VisionConfig", "VoxtralRealtimeTextConfig"), "sp_mode=None"),  # the last one has a linear in its norms
+}
 BROKEN = {"Llama4Config": "image_outputs"}  # config class -> words of the error that the model's own forward ends with
 
 
