@@ -1360,11 +1360,11 @@ class Tokens:
         self._saved = None
 
     def explain(self, model: nn.Module, error: BaseException) -> None:
-        """Forward has ended with an error. If it is the first one, the model may not fit: RuntimeError that names this and the error."""
+        """Forward has ended with an error. If it is the first one, the model may not fit: RuntimeError that says so, too."""
         if isinstance(error, StageEnd):
             self.proven = True
-        elif isinstance(error, (RuntimeError, IndexError)) and not self.proven and not re.search("use (tp=1|sp_mode)", f"{error}"):
-            raise RuntimeError(f"{type(model).__name__}'s first forward with divided tokens failed: {error}. If it does not without "
+        elif not self.proven and isinstance(error, (RuntimeError, IndexError)) and not re.search("use (tp=1|sp_mode)", str(error)):
+            raise RuntimeError(f"{type(model).__name__}'s first forward with divided tokens failed: {error}. If it works without "
                                "them, its blocks do with shapes what tokens do not allow: use sp_mode=None") from error
 
     def padded(self, x: Tensor) -> Tensor:
