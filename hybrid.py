@@ -247,13 +247,37 @@ class Axis:
         self._count("reduce_scatter", (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
         parts = [part.contiguous() for part in x.chunk(self.world_size, dim)]
         if self.by_hand:
-            sent = torch.stack(parts).cpu()
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.group)
-            return received.sum(0).to(x.device)
+            return self._swap(parts).sum(0).to(x.device)
         part = torch.empty_like(parts[0])
         dist.reduce_scatter(part, parts, group=self.group)
         return part
+
+    def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """Part r of x along a dim `cut` goes to rank r; what comes lies side by side along `join`."""
+        self._count("all_to_all", (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
+        return torch.cat(self._swap(x.chunk(self.world_size, cut)).to(x.device).unbind(), join)
+
+    def _swap(self, parts: "list[Tensor]") -> Tensor:
+        sent = torch.stack(parts)
+        sent = sent.cpu() if self.by_hand else sent
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received
+
+    def pass_on(self, x: Tensor) -> tuple:
+        """Round the ring, to the next rank and from the one before; `arrived` waits for what comes."""
+        self._count("send", x.numel() * x.element_size())
+        x = x.cpu() if self.by_hand else x.contiguous()
+        coming, n = torch.empty_like(x), self.world_size
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, group=self.group, group_peer=(self.rank + 1) % n),
+                                        dist.P2POp(dist.irecv, coming, group=self.group, group_peer=(self.rank - 1) % n)])
+        return coming, works, x  # which must live until it has left
+
+    def arrived(self, passed: tuple) -> Tensor:
+        coming, works, _ = passed
+        for work in works:
+            work.wait()
+        return coming.to(self.device)
 
 
 def own_group(lists: list[list[int]]):
@@ -653,13 +677,15 @@ def numbers_of(model: nn.Module, n: int):
     return getattr(config, "model_type", type(model).__name__), config, heads, kv_heads or heads
 
 
-def check_plan(model: nn.Module, plan: Mapping[str, str], n: int) -> None:
-    """What can be refused before another engine has let the model go."""
+def check_plan(model: nn.Module, plan: Mapping[str, str], n: int, sp: int) -> None:
+    """What can be refused before another engine has let the model go. sp: between so many ranks heads are divided once more."""
     kind, config, heads, kv_heads = numbers_of(model, n)
     if kind == "bloom" and config.slow_but_exact and config.pretraining_tp > 1 and n > 1:
         raise ValueError("bloom with slow_but_exact multiplies by weights past its linears: use tp=1")
     if heads % n:
         raise ValueError(f"{heads} attention heads cannot be divided between tp={n} ranks")
+    if heads % (n * sp):
+        raise ValueError(f"{heads} attention heads cannot be divided between tp={n} times sp={sp} ranks: use sp_mode ring")
     if kv_heads % n and n % kv_heads:
         raise ValueError(f"{kv_heads} key and value heads can be neither divided between tp={n} ranks nor given to equally many")
     if unknown := sorted({plan[name] for name in plan} - STYLES):
@@ -964,6 +990,11 @@ class Staged:
         return self._pipeline.block(self, super().__call__, args, kwargs)
 
 
+def own_name(block: nn.Module) -> str:
+    """Of the class that it had."""
+    return type(block).__mro__[2].__name__
+
+
 class AbsentEmbedding(nn.Embedding):
     """In the class of an embedding that another stage has. What depends on it is NaN, and dropped where blocks begin."""
 
@@ -1061,7 +1092,10 @@ class Pipeline:
                 tokens.enter_block(block.training)
                 hidden = tokens.part(hidden) if index == 0 else hidden
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {first: hidden})
+                args, kwargs = tokens.beside(block, args, kwargs, first)
             output = run(*args, **kwargs)
+            if tokens:
+                tokens.leave_block(block)
             self.in_tuples = len(output) if isinstance(output, tuple) else 0
             hidden, *others = output if self.in_tuples else (output,)
         elif index == begin - 1:
@@ -1075,8 +1109,8 @@ class Pipeline:
         beside = (args[1:], {key: x for key, x in kwargs.items() if key != first}) if leaves or tokens else ()
         if more := [x for x in tensors_in(beside) if x.requires_grad]:
             why = "between stages go hidden states alone" if leaves else "of tokens only theirs are divided"
-            raise RuntimeError(f"{type(block).__mro__[2].__name__} is given {len(more)} tensors beside hidden states that "
-                               f"depend on weights; {why}, so this model needs {'pp=1' if leaves else 'sp_mode=None'}")
+            raise RuntimeError(f"{own_name(block)} is given {len(more)} tensors beside hidden states that depend on weights; "
+                               f"{why}, so this model needs {'pp=1' if leaves else 'sp_mode=None'}")
         if leaves:
             raise StageEnd(hidden)
         return (hidden, *others) if self.in_tuples else hidden
@@ -1271,16 +1305,28 @@ def tensors_in(x) -> list[Tensor]:
 
 # ---- sequence parallelism: tokens divided between ranks -------------------------------------------------------------------
 #
-# Tensor parallelism leaves what lies between its pairs of linears, (B, S, H), whole on every rank: norms, dropout, residuals, and
-# what autograd keeps of them. `split_gather` divides that between the same ranks by tokens. From the first block to behind the last
-# a rank has S/T of them; attention and MLP gather them first, and what was a sum over tp becomes its own tokens of the sum:
+# From the first block to behind the last a rank has S/N of the S tokens, (B, S/N, H); embeddings, poolers, heads and losses see all of
+# them. Norms, linears and dropout are for each token; attention is not, and the three modes differ in what they do about it.
+# Weights that see the own tokens alone find a part of their gradient, which is summed over the axis.
+#
+# Tensor parallelism leaves what lies between its pairs of linears whole on every rank. `split_gather` divides that between the same
+# ranks: attention and MLP gather tokens first, and what was a sum over tp becomes the own tokens of the sum:
 #
 #     forward     X_t --gather tokens--> X --> X A_r --f--> H_r --> H_r B_r --own tokens of the sum--> Y_t
 #     backward    dX_t <--own tokens of the sum-- dH_r A_r^T <-- dH_r <-- dY B_r^T <--gather tokens-- dY_t
 #
+# An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same. (Megatron-LM, arXiv:2205.05198, §4.2.2.)
+#
+# The other two divide tokens along an axis of their own, sp, with or without tp, and need transformers' attention interface:
+#
+#     all_to_all   queries, keys and values of all heads for own tokens --> of own heads for all tokens; attention as it is; its output
+#                  back: 4 exchanges, in each of which a rank keeps 1/N. (Ulysses, arXiv:2309.14509, §3.)
+#     ring         queries stay; keys and values go round, N - 1 times one place on, and what the own queries see of them is added up:
+#                  softmax needs each row's sum of exponentials, which is corrected on the way. No rank has all scores of a row, nor
+#                  need N divide heads. Backward sends keys and values round again, and their gradients with them.
+#                  (Ring Attention, arXiv:2310.01889, §3.) Of causal attention later ranks have more to do: no zigzag.
+#
 # Refused by name is what else in a block might mix tokens, or depend on weights beside hidden states, as cross attention does.
-# An all-reduce is a reduce-scatter and an all-gather, so the bytes are the same. Weights that are whole (norms, biases behind the
-# sum) see the own tokens alone, so their gradients are summed over tp. (Megatron-LM, arXiv:2205.05198, §4.2.2.)
 
 
 class GatherTokens(torch.autograd.Function):
@@ -1312,6 +1358,135 @@ class ScatterTokens(torch.autograd.Function):
         return GatherTokens.apply(grad, ctx.axis), None
 
 
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, cut, join):
+        ctx.axis, ctx.back = axis, (join, cut)
+        # before: each rank has all along dim `cut`, its own part along `join`.  after: the other way round.
+        # sends: (N-1)/N of x's bytes; what comes next waits.
+        return axis.exchange(x, cut, join)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Exchange.apply(grad, ctx.axis, *ctx.back), None, None, None
+
+
+class Ring(torch.autograd.Function):
+    """Attention of the own queries (B, K*G, R, D), R of which are real, to all keys (B, K, R, D) and values (B, K, R, E), of which
+    each rank has its own: (B, K*G, R, E). G queries share a key. Kept for backward: these, the output and each row's log of its
+    sum of exponentials; scores are computed again, block by block."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        axis, own, ctx.ring = ring.axis, torch.cat([k, v], -1), ring
+        rows = ring.rows(q, k)
+        out = torch.zeros(*rows.shape[:-1], v.shape[-1], dtype=ring.dtype, device=q.device)
+        lse = torch.full_like(out[..., :1], -torch.inf)
+        block = ring.pad(own)
+        for turn in range(axis.world_size):
+            source, last = (axis.rank - turn) % axis.world_size, turn == axis.world_size - 1
+            # before: this rank has the keys and values of rank `source`.  after: those of the one before it.
+            # sends: their bytes, N - 1 times, while it computes.
+            passed = None if last else axis.pass_on(block)
+            if ring.sees(source):
+                keys, values = ring.unpad(block, source).split([k.shape[-1], v.shape[-1]], -1)
+                scores = ring.scores(rows, keys, source)
+                new = torch.logaddexp(lse, scores.logsumexp(-1, keepdim=True))
+                shift = new.masked_fill(new == -torch.inf, 0.0)  # a row that has seen nothing yet
+                shares = (scores - shift).exp_()
+                shares = shares if ring.drop is None else shares * ring.drop(shares, source)
+                out = out * (lse - shift).exp() + shares.to(v.dtype) @ values
+                lse = new
+            block = block if last else axis.arrived(passed)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out.view(*q.shape[:-1], -1).to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (q, k, v, out, lse), ring = ctx.saved_tensors, ctx.ring
+        axis, rows, block = ring.axis, ring.rows(q, k), ring.pad(torch.cat([k, v], -1))
+        grad = grad.reshape(out.shape)
+        delta = (grad * out).sum(-1, keepdim=True)  # of each row: what softmax's normalization takes from every score
+        shift = lse.masked_fill(lse == -torch.inf, 0.0)
+        d_rows, d_block = torch.zeros(rows.shape, dtype=ring.dtype, device=q.device), None
+        for turn in range(axis.world_size):
+            source, last = (axis.rank - turn) % axis.world_size, turn == axis.world_size - 1
+            # before, after, sends: as in forward
+            passed = None if last else axis.pass_on(block)
+            found = torch.zeros(block.shape, dtype=ring.dtype, device=q.device)
+            if ring.sees(source):
+                keys, values = ring.unpad(block, source).split([k.shape[-1], v.shape[-1]], -1)
+                shares = (ring.scores(rows, keys, source) - shift).exp_()
+                d_shares, kept = (grad @ values.mT).to(ring.dtype), None if ring.drop is None else ring.drop(shares, source)
+                dropped = shares if kept is None else shares * kept
+                d_shares = d_shares if kept is None else d_shares * kept
+                d_scores = (shares * (d_shares - delta)).to(q.dtype)
+                d_rows += d_scores @ keys
+                real = keys.shape[-2]
+                found[..., :real, : k.shape[-1]] = d_scores.mT @ rows
+                found[..., :real, k.shape[-1] :] = dropped.to(v.dtype).mT @ grad.to(v.dtype)
+            d_block = found if turn == 0 else axis.arrived(d_passed) + found
+            # before: this rank has the gradients that it and those before it found for rank `source`.  after: so has the next one,
+            # which adds its own; in the end, rank `source`.  sends: their bytes in fp32 or more, N times.
+            d_passed = axis.pass_on(d_block)
+            block = block if last else axis.arrived(passed)
+        d_k, d_v = ring.unpad(axis.arrived(d_passed), axis.rank).split([k.shape[-1], v.shape[-1]], -1)
+        return (d_rows * ring.scale).view(q.shape).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None
+
+
+class RingCall:
+    """One attention on the ring: what its blocks have in common, in forward and backward."""
+
+    def __init__(self, tokens: "OwnTokens", length: int, groups: int, mask: Tensor | None, causal: bool, scale: float,
+                 dropout: float, q_dtype: torch.dtype):
+        self.axis, self.groups, self.mask, self.causal, self.scale = tokens.axis, groups, mask, causal, scale
+        self.length, self.padded = length, -(-length // tokens.axis.world_size)  # of all tokens, and of a rank's with padding
+        self.dtype = torch.promote_types(q_dtype, torch.float32)
+        self.drop = None
+        if dropout:  # the seed is drawn where dropout differs between ranks anyway, and checkpointing sets it back
+            seed = int(torch.randint(2**62, (), device="cpu")) + tokens.axis.engine().tp.rank * 2**20
+            self.drop = functools.partial(self._drop, seed, dropout)
+
+    @staticmethod
+    def _drop(seed: int, p: float, shares: Tensor, source: int) -> Tensor:
+        """0 or 1 / (1 - p) for each score of a block, the same in backward."""
+        generator = torch.Generator(shares.device).manual_seed(seed + source)
+        return (torch.rand(shares.shape, generator=generator, device=shares.device) >= p) / (1 - p)
+
+    def place(self, rank: int) -> slice:
+        """The tokens that a rank has."""
+        return slice(min(rank * self.padded, self.length), min((rank + 1) * self.padded, self.length))
+
+    def pad(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, 0, self.padded - x.shape[-2]))
+
+    def unpad(self, x: Tensor, rank: int) -> Tensor:
+        return x[..., : self.place(rank).stop - self.place(rank).start, :]
+
+    def sees(self, source: int) -> bool:
+        place = self.place(source)
+        return place.stop > place.start and not (self.causal and source > self.axis.rank)
+
+    def rows(self, q: Tensor, k: Tensor) -> Tensor:
+        """(B, K*G, R, D) -> (B, K, G*R, D), scaled: G queries of R tokens, one below the other, meet the same key."""
+        return (q * self.scale).reshape(*k.shape[:2], self.groups * q.shape[2], q.shape[-1])
+
+    def scores(self, rows: Tensor, keys: Tensor, source: int) -> Tensor:
+        """(B, K, G*R, R') of the own queries and R' keys of another rank; -inf where the mask says so."""
+        scores = (rows @ keys.mT).to(self.dtype)
+        here, there = self.place(self.axis.rank), self.place(source)
+        by_group = scores.unflatten(2, (self.groups, here.stop - here.start))
+        if self.causal and source == self.axis.rank:
+            later = torch.ones(by_group.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            by_group = by_group.masked_fill(later, -torch.inf)
+        if self.mask is not None:
+            mask = self.mask[:, :, here, there]
+            mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, by_group.shape[1:3])
+            by_group = by_group.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_group + mask
+        return by_group.reshape(scores.shape)
+
+
 class Tokens:
     """The tokens of a forward, divided between the ranks of an axis; behind them may be padding, which attention never sees."""
 
@@ -1320,7 +1495,6 @@ class Tokens:
         self.lengths: set[int] = set()  # of forwards whose backward is still to come, for activation checkpointing
         self.proven = False  # has a forward come to its end?
         self.inside = False  # between the first and the last of the own blocks
-        self.gathered = False  # there, in attention or MLP, which read all tokens
         self.generators = {torch.default_generator, default_generator(axis.device)}
         self._saved: list | None = None  # states of the generators outside of the blocks
 
@@ -1346,15 +1520,22 @@ class Tokens:
 
     def enter_block(self, training: bool) -> None:
         """The own blocks: dropout must differ between ranks, whose tokens do. The seed is drawn in step."""
-        self.inside, self.gathered = True, False
+        self.inside = True
         if training and self._saved is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
             self._saved = [(generator, generator.get_state()) for generator in self.generators]
             for generator in self.generators:
                 generator.manual_seed(seed + self.axis.rank)
 
+    def beside(self, block: nn.Module, args: tuple, kwargs: dict, first: str | None) -> tuple[tuple, dict]:
+        """What a block is given beside hidden states."""
+        return args, kwargs
+
+    def leave_block(self, block: nn.Module) -> None:
+        pass
+
     def leave_blocks(self) -> None:
-        self.inside = self.gathered = False
+        self.inside = False
         for generator, state in self._saved or ():
             generator.set_state(state)
         self._saved = None
@@ -1367,12 +1548,8 @@ class Tokens:
             raise RuntimeError(f"{type(model).__name__}'s first forward with divided tokens failed: {error}. If it works without "
                                "them, its blocks do with shapes what tokens do not allow: use sp_mode=None") from error
 
-    def padded(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(x, (0, 0, 0, -self.now() % self.axis.world_size))
-
-    def by_rows(self, x: Tensor, length: int) -> Tensor:
-        """(B, length, K), also of what a model has flattened to (B * length, K), as OPT does before its MLP."""
-        return x if x.ndim == 3 else x.view(-1, length, x.shape[-1])
+    def padded(self, x: Tensor, dim: int = 1) -> Tensor:
+        return nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, -self.now() % self.axis.world_size))
 
     def part(self, x: Tensor) -> Tensor:
         """(B, S, H), whole on all ranks -> the own tokens (B, ceil(S/N), H)."""
@@ -1381,6 +1558,24 @@ class Tokens:
     def whole(self, x: Tensor) -> Tensor:
         """The own tokens -> all of them, on all ranks, which go on alike."""
         return gather(x, self.axis, 1)[:, : self.length].contiguous()
+
+
+class SplitGather(Tokens):
+    """Tokens that the ranks of a tp axis divide where they do not divide heads or hidden units."""
+
+    gathered = False  # in a block, in attention or MLP, which read all tokens
+
+    def enter_block(self, training: bool) -> None:
+        self.gathered = False
+        super().enter_block(training)
+
+    def leave_blocks(self) -> None:
+        self.gathered = False
+        super().leave_blocks()
+
+    def by_rows(self, x: Tensor, length: int) -> Tensor:
+        """(B, length, K), also of what a model has flattened to (B * length, K), as OPT does before its MLP."""
+        return x if x.ndim == 3 else x.view(-1, length, x.shape[-1])
 
     @torch.compiler.disable
     def gather(self, x: Tensor) -> Tensor:
@@ -1403,6 +1598,108 @@ class Tokens:
             return (self.gather(args[0]), *args[1:]), kwargs
         first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
         return args, kwargs | {first: self.gather(kwargs[first])}
+
+
+class OwnTokens(Tokens):
+    """Tokens along the sp axis: attention alone sees other ranks'."""
+
+    def __init__(self, axis: Axis, mode: str):
+        super().__init__(axis)
+        self.mode, self.attended = mode, False  # has the block that is running called `attend`?
+
+    def install(self, model: nn.Module, blocks: str, changes: list) -> None:
+        """Let the attention of the blocks go through `attend`; masks stay whole, as for torch's attention."""
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        ALL_ATTENTION_FUNCTIONS.register("own_tokens", attend)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("own_tokens", sdpa_mask)
+        configs = []
+        for module in model.get_submodule(blocks).modules():
+            mark(changes, module, _own_tokens=self)
+            if hasattr(config := getattr(module, "config", None), "_attn_implementation") and config not in configs:
+                configs.append(config)
+        for config in configs:
+            changes.append((config, "_attn_implementation", config._attn_implementation))
+            config._attn_implementation = "own_tokens"
+
+    def beside(self, block: nn.Module, args: tuple, kwargs: dict, first: str | None) -> tuple[tuple, dict]:
+        """Positions of the own tokens; masks are for all of them. RuntimeError for what else has tokens."""
+        self.attended = False
+        names = [*inspect.signature(block.forward).parameters] + [""] * len(args)
+        args = args[:1] + tuple(self._own(name, x, block) for name, x in zip(names[1:], args[1:]))
+        return args, {key: x if key == first else self._own(key, x, block) for key, x in kwargs.items()}
+
+    def _own(self, name: str, x, block: nn.Module):
+        if isinstance(x, Mapping):
+            return {key: self._own(name, y, block) for key, y in x.items()}
+        if type(x) in (tuple, list):
+            return type(x)(self._own(name, y, block) for y in x)
+        if not isinstance(x, Tensor) or x.ndim == 0 or "mask" in name and "encoder" not in name:
+            return x
+        dim = -2 if (x.is_floating_point() or x.is_complex()) and x.ndim > 1 else -1
+        if name.startswith(("position_ids", "position_embeddings", "cache_position")):  # rotations (.., S, D), or numbers (.., S)
+            return x if x.shape[dim] == 1 != self.length else self.axis.part(self.padded(x, dim), dim)
+        if "encoder" in name or self.length in x.shape:
+            raise RuntimeError(f"{own_name(block)} is given {name or 'a tensor'} of shape {tuple(x.shape)}, of which it is not known "
+                               "how its tokens are to be divided: use sp_mode split_gather or None")
+        return x
+
+    def leave_block(self, block: nn.Module) -> None:
+        if not self.attended:
+            raise RuntimeError(f"{own_name(block)} did not call transformers' attention interface, which {self.mode} needs: use "
+                               "sp_mode split_gather or None")
+
+    @torch.compiler.disable
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, causal: bool) -> Tensor:
+        """Own tokens' queries (B, H, s, D), keys (B, K, s, D) and values (B, K, s, E) -> (B, s, H, E); mask (B, 1 or H, S, S)."""
+        self.attended, n, length = True, self.axis.world_size, self.now()
+        if not len({x.shape[2] for x in (q, k, v)} | {-(-length // n)}) == 1:
+            raise RuntimeError(f"attention of {q.shape[2]} queries to {k.shape[2]} keys, where this rank has {-(-length // n)} of "
+                               f"{length} tokens: use sp_mode split_gather or None")
+        causal, groups = causal and mask is None, q.shape[1] // k.shape[1]
+        if self.mode == "ring":
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            ring = RingCall(self, length, groups, mask, causal, scale, dropout, q.dtype)
+            out = Ring.apply(*(ring.unpad(x, self.axis.rank) for x in (q, k, v)), ring)
+            return ring.pad(out).transpose(1, 2).contiguous()
+        # Fewer heads of keys and values than ranks, or not equally many for each: some several times.
+        times = next(t for t in range(1, groups + 1) if groups % t == 0 and k.shape[1] * t % n == 0)
+        k, v = (x.repeat_interleave(times, 1) if times > 1 else x for x in (k, v))
+        q, k, v = (Exchange.apply(x, self.axis, 1, 2)[:, :, :length] for x in (q, k, v))
+        mask = mask if mask is None or mask.shape[1] == 1 else self.axis.part(mask, 1)
+        k, v = (x.repeat_interleave(groups // times, 1) if groups > times else x for x in (k, v))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal and length > 1, scale=scale)
+        return Exchange.apply(self.padded(out, 2).transpose(1, 2), self.axis, 1, 2)
+
+
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **options):
+    """An attention function of transformers'. Outside of the blocks it is torch's."""
+    own = module.__dict__.get("_own_tokens")
+    if own is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
+    if given := [name for name in ("softcap", "s_aux", "position_bias", "head_mask") if options.get(name) is not None]:
+        raise RuntimeError(f"attention with {', '.join(given)} is not supported by {own.mode}: use sp_mode split_gather or None")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return own.attend(query, key, value, attention_mask, dropout, scaling, causal), None
+
+
+def check_own_tokens(model: nn.Module, blocks: str, mode: str) -> set[nn.Parameter]:
+    """Parameters of the blocks, which see the own tokens alone. Raises ValueError for what cannot divide them."""
+    other = "use sp_mode split_gather (with tp) or None"
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(f"{type(model).__name__}'s attention does not go through transformers' attention interface, which {mode} "
+                         f"needs: {other}")
+    inside, outside = set(), set()
+    for name, module in model.named_modules():
+        for key, p in module.named_parameters(recurse=False):
+            (inside if name.startswith(f"{blocks}.") else outside).add(p)
+            if p in inside and p.ndim > 1 and not isinstance(module, nn.Linear) and "Conv1D" not in type(module).__name__:
+                raise ValueError(f"{name}.{key} is in a block and is no linear's, so its module may be one that mixes tokens, of which "
+                                 f"a rank has its own: {other}")
+    if both := [name for name, p in model.named_parameters() if p in inside and p in outside]:
+        raise ValueError(f"{both[0]} is used in the blocks, for own tokens, and elsewhere, for all of them: {other}")
+    return inside
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------------
@@ -1465,12 +1762,12 @@ class Hybrid:
         for name, size in (("tp", tp), ("pp", pp), ("sp", sp)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a number of ranks, 1 or more, got {size!r}")
-        if sp != 1 or sp_mode in ("all_to_all", "ring"):
-            raise NotImplementedError("tokens along an axis of their own (sp; all_to_all, ring) are not in hybrid.py yet")
-        if sp_mode not in (None, "split_gather"):
+        if sp_mode not in (None, "split_gather", "all_to_all", "ring"):
             raise ValueError(f"sp_mode must be None, split_gather, all_to_all or ring, got {sp_mode!r}")
-        if sp_mode == "split_gather" and tp == 1:
-            raise ValueError("sp_mode split_gather divides tokens between tp ranks: it needs tp=2 or more")
+        if sp_mode == "split_gather" and (tp == 1 or sp > 1):
+            raise ValueError("sp_mode split_gather divides tokens between tp ranks: it needs tp=2 or more, and sp=1")
+        if (sp > 1) != (sp_mode in ("all_to_all", "ring")):
+            raise ValueError(f"sp={sp} with sp_mode {sp_mode}: all_to_all and ring need sp=2 or more, and sp one of them")
         if schedule not in ("1f1b", "interleaved"):
             raise ValueError(f"schedule must be 1f1b or interleaved, got {schedule!r}")
         if not isinstance(chunks, int) or chunks < 2:
@@ -1505,13 +1802,14 @@ class Hybrid:
             if strays := sorted(plan.keys() - names):
                 raise ValueError(f"the plan names {', '.join(strays[:5])}, which {type(model).__name__} does not have")
         plan = plan_of(model) if plan is None else dict(plan)
-        if tp * pp > 1 and not plan:
-            raise ValueError(f"{type(model).__name__} has no plan, so tp and pp must be 1; there are plans for "
+        if tp * pp * sp > 1 and not plan:
+            raise ValueError(f"{type(model).__name__} has no plan, so tp, pp and sp must be 1; there are plans for "
                              f"{', '.join(PLANS)} and for the models of transformers whose config declares one, or give "
                              "plan={name: style}")
-        if tp * pp > 1:
-            check_plan(model, plan, tp)
+        if tp * pp * sp > 1:
+            check_plan(model, plan, tp, sp if sp_mode == "all_to_all" else 1)
         blocks = block_list(model, plan)[0] if pp > 1 or sp_mode else ""
+        self._own_tokens = check_own_tokens(model, blocks, sp_mode) if sp > 1 else set()
         if pp > 1:
             if names := [n for n, _ in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]:
                 raise ValueError(f"running statistics are not supported with pp > 1: {', '.join(names[:3])}")
@@ -1525,13 +1823,14 @@ class Hybrid:
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self.axes = make_mesh(self, dict(dp=self.world_size // (tp * pp * sp), pp=pp, sp=sp, tp=tp))
         self.world = Axis(self, "world", [[*range(self.world_size)]])
-        self.dp, self.pp, self.tp = self.axes["dp"], self.axes["pp"], self.axes["tp"]
+        self.dp, self.pp, self.sp, self.tp = self.axes.values()
         self._slices = self.dp if zero_stage else Axis(self, "dp")  # between whom buckets are cut into slices
         self._check_same_model((precision, max_norm, adamw, initial_scale, growth_interval, min_scale, max_scale, tp, pp, sp,
-                                schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), self._blank,
+                                sp_mode, schedule, chunks, zero_stage, bucket_mb, sorted(plan.items()), self._blank,
                                 bool(self.optimizer.cuda)))
         shape_of = lambda p: tuple(p.shape) if let_go is None else let_go.__self__.layout(p).shape
-        layouts = plan_layouts(model, plan, tp, self.tp.rank, shape_of, blocks if sp_mode else "") if tp > 1 else None
+        gathering = blocks if sp_mode == "split_gather" else ""
+        layouts = plan_layouts(model, plan, tp, self.tp.rank, shape_of, gathering) if tp > 1 else None
         # From here on nothing is refused.
         ENGINES.pop(model, None)
         if let_go is not None:
@@ -1544,8 +1843,9 @@ class Hybrid:
         self.changes: list[tuple] = []  # (module, attribute, what it was): made to the model, and taken back by `_let_go`
         self.layouts, self._tensor_parallel, self.pipeline = {}, None, None
         self._absent, self._shared = set(), {}
-        tokens_hooks = []
-        stages, tokens = None, Tokens(self.tp) if sp_mode else None
+        tokens_hooks, stages, tokens = [], None, None
+        if sp_mode:
+            tokens = SplitGather(self.tp) if gathering else OwnTokens(self.sp, sp_mode)
         if pp > 1 or sp_mode:
             stages = Pipeline(self.pp, model, plan, chunks if schedule == "interleaved" else 1, self.changes)
             stages.tokens = tokens
@@ -1555,18 +1855,21 @@ class Hybrid:
         self._chunks = self.pipeline.chunks if self.pipeline else 1
         if tp > 1:
             self.layouts = layouts[2]
-            self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, blocks, self.changes)
-            self._tensor_parallel.tokens = tokens
-            tokens_hooks = [model.get_submodule(name).register_forward_pre_hook(tokens.before_gathering, with_kwargs=True)
-                            for name in gathering_modules(layouts[1], blocks) if tokens]
-            self._same_random_numbers()
+            self._tensor_parallel = divide(model, *layouts, self.tp, self._absent, gathering, self.changes)
+            if gathering:
+                self._tensor_parallel.tokens = tokens
+                tokens_hooks = [model.get_submodule(name).register_forward_pre_hook(tokens.before_gathering, with_kwargs=True)
+                                for name in gathering_modules(layouts[1], blocks)]
+        if sp > 1:
+            tokens.install(model, blocks, self.changes)
+        self._same_random_numbers()
         if self._blank:
             for _, p in self._frozen:
                 p.data = p.data if p in self._absent else p.data.clone(memory_format=torch.contiguous_format)
         fuse_norms(model, self.changes)
         config = getattr(model, "config", None)
-        if (pp > 1 or compile) and getattr(config, "use_cache", False):
-            # It would hold keys and values of a rank's own blocks alone; and for each place in it a block would be compiled anew.
+        if (pp > 1 or sp > 1 or compile) and getattr(config, "use_cache", False):
+            # It would hold keys and values of a rank's own blocks or tokens alone; and for each place in it a block would be compiled anew.
             self.changes.append((config, "use_cache", True))
             config.use_cache = False
         # Who else has a parameter: by size, neighbours on the tp axis; by coordinates on the pp axis, the stages that use it.
@@ -1607,13 +1910,13 @@ class Hybrid:
     # ---- 0. before training: who holds what --------------------------------------------------------------------------
 
     def _same_random_numbers(self) -> None:
-        """Dropout of what all ranks of a tp group have whole must drop the same: they go on with the first one's random numbers."""
-        for generator in dict.fromkeys([torch.default_generator, default_generator(self.device)]):
-            state = generator.get_state().to(self.device)
-            ranks = [self.rank - self.tp.rank + k for k in range(self.tp.world_size)]
-            # before: each rank's own state.  after: that of the tp group's first.  sends: some KB, once; all wait.
-            dist.broadcast(state, src=ranks[0], group=self.tp.group)
-            generator.set_state(state.cpu())
+        """Dropout of what all ranks along tp and sp have whole must drop the same: they go on with the first one's random numbers."""
+        for axis in (self.tp, self.sp):
+            for generator in dict.fromkeys([torch.default_generator, default_generator(self.device)] if axis.world_size > 1 else []):
+                state = generator.get_state().to(self.device)
+                # before: each rank's own state.  after: that of the group's first.  sends: some KB, once; all wait.
+                dist.broadcast(state, group=axis.group, group_src=0)
+                generator.set_state(state.cpu())
 
     def layout(self, p: nn.Parameter) -> Layout:
         """Which part of it this rank's tensor is."""
@@ -1650,7 +1953,7 @@ class Hybrid:
             if self.params[i] in self._absent:
                 continue
             layout, dtype = self.layout(self.params[i]), self._dtypes[i]
-            key = dtype, layout.holders, layout.partial, self._shared.get(self.params[i], ())
+            key = (dtype, layout.holders, layout.partial, self._shared.get(self.params[i], ()), self.params[i] in self._own_tokens)
             p_bytes = aligned(self.params[i].numel()) * dtype.itemsize
             if open_.get(key) and size_bytes[key] + p_bytes > self.bucket_bytes:
                 closed.append((key, open_.pop(key)))
@@ -1681,7 +1984,7 @@ class Hybrid:
         """Parts count from what forward reads first, buckets from what backward meets first."""
         return self.buckets[len(self.buckets) - 1 - part]
 
-    def _make_bucket(self, indices: list[int], holders: int, partial: bool, stages: tuple, part: int) -> Bucket:
+    def _make_bucket(self, indices: list[int], holders: int, partial: bool, stages: tuple, own_tokens: bool, part: int) -> Bucket:
         starts, numel = {}, 0
         for i in indices:
             starts[i] = numel
@@ -1695,8 +1998,9 @@ class Hybrid:
         master_dtype = torch.float32 if dtype == self.half else dtype
         needs_master = master_dtype != dtype
         master = torch.zeros(slice_numel, dtype=master_dtype, device=self.device) if needs_master else weights[own]
-        sums = ([self._holders[holders]] if partial else []) + ([self._sharing[stages]] if stages else [])
-        counted = (self.tp.rank % holders == 0 and (self._slices is self.dp or self.dp.rank == 0)
+        sums = [axis for axis, needed in ((self._holders[holders], partial), (self._sharing.get(stages), stages), (self.sp, own_tokens))
+                if needed]
+        counted = (self.tp.rank % holders == 0 and self.sp.rank == 0 and (self._slices is self.dp or self.dp.rank == 0)
                    and (not stages or self.pp.rank == stages[0]))
         bucket = Bucket(weights, starts, views, own, master, torch.zeros_like(weights), sums, counted)
         moments = [torch.zeros_like(master) for _ in range(2)]
@@ -1854,9 +2158,12 @@ class Hybrid:
         if self._blank:
             raise RuntimeError("the model was built on meta and has no weights yet: load or load_state_dict first")
         config, options = getattr(self._model, "config", None), options if isinstance(options, Mapping) else {}
-        for option in ("output_attentions", *(("output_hidden_states", "use_cache") if self.pipeline else ())):
-            if self.tp.world_size * self.pp.world_size > 1 and (options.get(option) or getattr(config, option, False)):
-                raise ValueError(f"{option} would give each rank those of its own heads or blocks alone: use tp=1, pp=1")
+        refused = ["output_attentions"] if self.tp.world_size * self.pp.world_size * self.sp.world_size > 1 else []
+        refused += ["output_hidden_states"] if self.pipeline or self._tokens else []
+        refused += ["use_cache"] if self.pipeline or self.sp.world_size > 1 else []
+        for option in refused:
+            if options.get(option) or getattr(config, option, False):
+                raise ValueError(f"{option} would give each rank those of its own heads, blocks or tokens alone: use tp=1, pp=1, sp=1")
 
     def _before_model(self, options) -> None:
         self._refuse(options)
@@ -2119,13 +2426,14 @@ class Hybrid:
         self._in_flight.append(bucket)
 
     def _finish(self, bucket: Bucket) -> None:
-        """Wait for a sum along dp. Where neighbours on the tp axis use the same weights for heads of their own, add theirs."""
+        """Wait for a sum along dp. Where neighbours on the tp axis use the same weights for heads of their own, or those on the sp
+        axis for tokens of their own, add theirs."""
         self._in_flight.remove(bucket)
         summing, bucket.summing = bucket.summing, None
         wait(summing)
         for axis in bucket.sums:
-            if axis.name == "tp":
-                # before: each holder has the part of the gradient that its heads give.  after: all have the sum.
+            if axis.name != "pp":
+                # before: each holder has the part of the gradient that its heads or tokens give.  after: all have the sum.
                 # sends: 2(H-1)/H of the slice's bytes, H the holders; backward is through or goes on when it comes.
                 axis.all_reduce(bucket.shard)
 
@@ -2365,8 +2673,7 @@ class Hybrid:
         self.wait_for_weights()
         self._check_not_moved()
         extra = load_checkpoint(self, directory, objects)
-        if self.tp.world_size > 1:  # one of another strategy gave each rank numbers of its own
-            self._same_random_numbers()
+        self._same_random_numbers()  # a checkpoint of another strategy gave each rank numbers of its own
         self.zero_grad()
         self._refresh_weights()
         return {k: v for k, v in extra.items() if not k.startswith("_")}
