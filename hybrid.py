@@ -1399,11 +1399,12 @@ class Ring(torch.autograd.Function):
                 lse = new
             block = block if last else axis.arrived(passed)
         ctx.save_for_backward(q, k, v, out, lse)
-        return out.view(*q.shape[:-1], -1).to(q.dtype)
+        return out.view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            raise RuntimeError("attention on a ring has no second derivative: use sp_mode all_to_all")
         (q, k, v, out, lse), ring = ctx.saved_tensors, ctx.ring
         axis, rows, block = ring.axis, ring.rows(q, k), ring.pad(torch.cat([k, v], -1))
         grad = grad.reshape(out.shape)
@@ -1636,9 +1637,9 @@ class OwnTokens(Tokens):
             return type(x)(self._own(name, y, block) for y in x)
         if not isinstance(x, Tensor) or x.ndim == 0 or "mask" in name and "encoder" not in name:
             return x
-        dim = -2 if (x.is_floating_point() or x.is_complex()) and x.ndim > 1 else -1
-        if name.startswith(("position_ids", "position_embeddings", "cache_position")):  # rotations (.., S, D), or numbers (.., S)
-            return x if x.shape[dim] == 1 != self.length else self.axis.part(self.padded(x, dim), dim)
+        dim = -2 if (x.is_floating_point() or x.is_complex()) and x.ndim > 1 else -1  # rotations (.., S, D), or numbers (.., S)
+        if name.startswith(("position_ids", "position_embeddings", "cache_position")) and x.shape[dim] == self.length:
+            return self.axis.part(self.padded(x, dim), dim)
         if "encoder" in name or self.length in x.shape:
             raise RuntimeError(f"{own_name(block)} is given {name or 'a tensor'} of shape {tuple(x.shape)}, of which it is not known "
                                "how its tokens are to be divided: use sp_mode split_gather or None")

@@ -137,7 +137,8 @@ def strategy_options(p: Parser, seeds: str) -> None:
     p.add_argument("--tp", type=int, help="tensor-parallel ranks, for modes that have them; default 1")
     p.add_argument("--pp", type=int, help="pipeline stages, for modes that have them; default 1")
     p.add_argument("--schedule", choices=["1f1b", "interleaved"], help="of a pipeline's micro-batches; default 1f1b")
-    p.add_argument("--sp_mode", choices=["split_gather"], help="mode hybrid: tp ranks divide tokens, too; default off")
+    p.add_argument("--sp_mode", choices=["split_gather", "all_to_all", "ring"],
+                   help="mode hybrid: tp ranks divide tokens, too, or how sp ranks attend to each other's; default off")
     p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
     p.add_argument("--zero_stage", type=int, choices=[0, 1], help="mode hybrid: 1 divides the optimizer between copies; default 1")
     p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")

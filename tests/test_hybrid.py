@@ -42,15 +42,20 @@ def build(kind, seed=0, dtype=torch.float64, **changes):
         "gemma": ("Gemma", dict(rotary, head_dim=4, num_key_value_heads=1)), "phi3": ("Phi3", rotary),
         "neox": ("GPTNeoX", dict(sizes, hidden_dropout=0.0, attention_dropout=0.0)),
         "gptj": ("GPTJ", {k: v for k, v in (sizes | no_drop).items() if k != "attn_implementation"} | dict(rotary_dim=4)),
+        "opt": ("OPT", sizes | dict(ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)),
+        "bloom": ("Bloom", {k: v for k, v in sizes.items() if k != "attn_implementation"} | dict(
+            hidden_dropout=0.0, attention_dropout=0.0)),
+        "vit": ("ViT", {k: v for k, v in (sizes | no_dropout).items() if "_id" not in k} | dict(
+            image_size=8, patch_size=4, num_channels=1)),
     }[family]
-    head = "ForSequenceClassification" if variant == "classes" else "ForMaskedLM" if family == "bert" else "ForCausalLM"
+    head = "ForImageClassification" if family == "vit" else "ForSequenceClassification" if variant == "classes" else "ForMaskedLM" if family == "bert" else "ForCausalLM"
     head = "LMHeadModel" if (family, head) == ("gpt2", "ForCausalLM") else head
     torch.manual_seed(seed)
     with torch.device("cpu"):
         model = getattr(hf, classes + head)(getattr(hf, classes + "Config")(**{**config, **changes}))
         for p in model.parameters():  # biases and norms, too, are nothing special
             p.data = p.data + 0.1 * torch.randn(p.shape) if p.ndim == 1 else 0.2 * torch.randn(p.shape)
-    if getattr(model.config, "pad_token_id", None) == 0:
+    if getattr(model.config, "pad_token_id", None) == 0 and family != "vit":
         model.get_input_embeddings().weight.data[0] = 0.3  # a row that may have no gradient, but is read
     return model.to(dtype).to(torch.get_default_device())
 
@@ -71,7 +76,10 @@ def plain_norms(model):
 
 
 def batch_of(kind, samples, seed, length=7):
-    """Rows of different lengths, padded; labels that do not count are the same in all rows, so that all rows count alike."""
+    """Rows of different lengths, padded; labels that do not count are the same in all rows, so that all rows count alike. For vit,
+    images of 4 patches."""
+    if kind.startswith("vit"):
+        return dict(pixel_values=random(samples, 1, 8, 8, seed=seed), labels=random(samples, high=2, seed=2000 + seed))
     ids = 1 + random(samples, length, high=VOCAB - 1, seed=1000 + seed)
     mask = torch.ones_like(ids)
     mask[::3, length - 2 :] = 0
@@ -121,9 +129,10 @@ FROZEN = {"bert": "attention.self.query", "gpt2": "c_fc.bias", "llama": "up_proj
           "gptj": "fc_in", "phi3": "gate_up_proj"}
 
 
-def beside_one_process(kinds, tp, with_loss_fn=True, tolerance=1e-10, steps=3, frozen=False, config=(), **knobs):
+def beside_one_process(kinds, tp, with_loss_fn=True, tolerance=1e-10, steps=3, frozen=False, config=(), length=7, **knobs):
     """Steps of 2, 1 and 2 micro-batches. The first is divided evenly between copies; in the second the last copy has none."""
-    rank, copies = dist.get_rank() // tp, dist.get_world_size() // tp
+    ranks = tp * knobs.get("sp", 1)
+    rank, copies = dist.get_rank() // ranks, dist.get_world_size() // ranks
     loss_fn = own_loss if with_loss_fn else None
     for kind in kinds:
         model, whole = build(kind, seed=dist.get_rank(), **dict(config)), plain_norms(build(kind, **dict(config)))
@@ -135,7 +144,7 @@ def beside_one_process(kinds, tp, with_loss_fn=True, tolerance=1e-10, steps=3, f
                         **{"bucket_mb": 0.004, **knobs})
         try:
             for step in range(steps):
-                batch, micro_batches = batch_of(kind, 4 * copies, step), 1 if step == 1 else 2
+                batch, micro_batches = batch_of(kind, 4 * copies, step, length), 1 if step == 1 else 2
                 ends = [4 * r for r in range(copies + 1)]
                 if step == 1 and copies > 1:
                     ends[-2] = ends[-1]

@@ -46,8 +46,9 @@ def assert_stages_equal(engine, reference, tolerance=1e-10):
         expected = part_of(layout, theirs[name].detach())
         close(local[: len(expected)] if local.ndim else local, expected, tolerance)
     stages = [None] * dist.get_world_size()
-    dist.all_gather_object(stages, (engine.dp.rank, engine.tp.rank, engine.pp.rank, present))
-    lists = [(pp, names) for dp, tp, pp, names in stages if (dp, tp) == (engine.dp.rank, engine.tp.rank)]
+    place = engine.dp.rank, engine.sp.rank, engine.tp.rank
+    dist.all_gather_object(stages, (place, engine.pp.rank, present))
+    lists = [(pp, names) for elsewhere, pp, names in stages if elsewhere == place]
     assert sorted(pp for pp, _ in lists) == list(range(engine.pp.world_size))
     counts = {name: sum(name in names for _, names in lists) for name in theirs}
     tied = {name for name, p in theirs.items() if sum(p is q for _, q in reference.named_parameters(remove_duplicate=False)) > 1}

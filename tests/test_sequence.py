@@ -1,37 +1,82 @@
-"""What is particular to hybrid.py's sequence parallelism: tokens divided between tp ranks (split_gather).
+"""What is particular to hybrid.py's sequence parallelism: tokens divided between tp ranks (split_gather), or between ranks of an axis
+of their own (all_to_all, ring).
 
 Compared as in test_hybrid.py: one process in float64 at 1e-10, every rank's own part of every parameter. Rows of 7 tokens, which
-neither 2 nor 4 ranks divide, with right-hand padding. Two and four CPU ranks; about 20 s.
+neither 2 nor 4 ranks divide, or of 33, with right-hand padding. Two to four CPU ranks; about 40 s.
 """
 import copy
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import raises, random
+from models import raises, random, rows
 from test_contract import close
 from test_hybrid import batch_of, beside_one_process, build, own_loss, plain_norms
 from test_pipeline import beside_one_process as stages_beside_one_process
 from torch import nn
 
-from hybrid import Hybrid
+from hybrid import Axis, Hybrid, Ring, RingCall
 
 DIVIDED = dict(sp_mode="split_gather")
+ALL_TO_ALL, RING = (dict(sp=2, sp_mode=mode) for mode in ("all_to_all", "ring"))
 OTHERS = ["gpt2-classes", "llama-classes", "mistral", "gemma", "phi3", "gptj", "llama-mqa"]
 KINDS = ["bert-classes", "bert", "gpt2", "llama", "qwen3", "neox"]
 
 
-def with_copies():
-    beside_one_process(["bert-classes", "gpt2"], 2, **DIVIDED)
-    stages_beside_one_process(["gpt2", "llama-classes"], pp=2, tp=2, **DIVIDED)
+def two_ranks():
+    beside_one_process(["bert-classes", "gpt2", "qwen3", "bloom"], 2, **DIVIDED)
+    beside_one_process(["bert-classes", "gpt2", "llama-mqa", "opt"], 1, **ALL_TO_ALL)
+    beside_one_process(["bert-classes", "gpt2", "llama-mqa", "vit"], 1, **RING)
+
+
+def four_ranks():
+    """Copies, stages, and both axes."""
+    beside_one_process(["bert-classes"], 2, **DIVIDED)
+    stages_beside_one_process(["llama-classes"], pp=2, tp=2, **DIVIDED)
+    beside_one_process(["bert-classes"], 1, **ALL_TO_ALL)
+    stages_beside_one_process(["gpt2"], pp=2, **ALL_TO_ALL)
+    beside_one_process(["llama"], 2, **ALL_TO_ALL)
+    beside_one_process(["gpt2"], 1, zero_stage=0, **RING)
+    stages_beside_one_process(["bert-classes"], pp=2, schedule="interleaved", **RING)
+    beside_one_process(["llama-mqa"], 2, **RING)
+
+
+def long_rows(kinds, sp, **config):
+    """Causal attention over 33 tokens, with a mask, and without one, of which later ranks see more."""
+    for mode in ("all_to_all", "ring"):
+        beside_one_process(kinds, 1, sp=sp, sp_mode=mode, length=33, config=dict(max_position_embeddings=40, **config))
 
 
 def test_two_ranks(pool):
-    pool.run(2, beside_one_process, ["bert-classes", "gpt2", "qwen3"], 2, **DIVIDED)
+    pool.run(2, two_ranks)
 
 
-def test_two_copies_and_two_stages_of_two_ranks(pool):
-    pool.run(4, with_copies)
+def test_four_ranks(pool):
+    pool.run(4, four_ranks, limit_s=120)
+
+
+@pytest.mark.parametrize("ranks, config", [(3, dict(num_attention_heads=6, hidden_size=24, num_key_value_heads=2)), (4, {})],
+                         ids=["3", "4"])
+def test_33_causal_tokens(pool, ranks, config):
+    pool.run(ranks, long_rows, ["llama"], ranks, **config)
+
+
+def everything(kind):
+    """Each model with each kind of tokens, alone, with copies and with stages, on the four ranks that there are."""
+    for knobs in (DIVIDED | dict(tp=2), ALL_TO_ALL, RING):
+        if kind != "bloom" or knobs["sp_mode"] == "split_gather":
+            own = dict(tp=1) | knobs
+            beside_one_process([kind], **own)
+            stages_beside_one_process([kind], pp=2, **knobs)
+            beside_one_process([kind], **own | dict(zip(("tp", "sp"), (4, 1) if knobs["sp_mode"] == "split_gather" else (1, 4))))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["bert", "bert-classes", "gpt2", "gpt2-classes", "llama", "llama-classes", "opt", "opt-classes",
+                                  "bloom", "bloom-classes", "vit"])
+def test_sweep_of_modes(pool, kind):
+    pool.run(4, everything, kind, limit_s=120)
 
 
 @pytest.mark.sweep
@@ -84,6 +129,114 @@ def other_lengths():
         engine.backward(first + second)
     engine.forward_backward(long, 1, own_loss)
     engine.step()
+
+
+class Alone:
+    """As much of an engine as an axis over all ranks needs."""
+
+    def __init__(self):
+        self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+        self.tp, self.sent = types.SimpleNamespace(rank=0), {}
+
+    def _count(self, collective, sent_bytes):
+        self.sent[collective] = self.sent.get(collective, 0) + sent_bytes
+
+
+def ring_beside_whole():
+    """Attention on the ring, which never has all scores, and its gradients, beside the formula: groups of queries, masks of all
+    kinds, rows that see nothing, a rank without tokens, and dropout, which must be the same in backward."""
+    engine = Alone()
+    axis, cases = Axis(engine, "sp", [[0, 1, 2]]), 0
+    for length, heads, kv_heads, causal, kind, dropout in [
+            (7, 4, 2, True, None, 0.0), (7, 4, 2, False, None, 0.3), (4, 2, 2, True, None, 0.3), (7, 2, 1, False, "bool", 0.3),
+            (7, 4, 4, False, "heads", 0.0), (7, 4, 2, False, "heads", 0.3), (5, 2, 2, False, "blind", 0.3), (1, 2, 1, True, None, 0.0)]:
+        q, k, v = (random(2, n, length, d, seed=seed).requires_grad_() for seed, n, d in (
+            (0, heads, 4), (1, kv_heads, 4), (2, kv_heads, 6)))
+        mask = None
+        if kind == "heads":
+            mask = random(2, heads, length, length, seed=3)
+        elif kind:
+            mask = random(2, 1, length, length, seed=3) > -0.5
+            mask[:, :, :, 0] = True  # each sees something
+            if kind == "blind":
+                mask[0, :, 1] = mask[1, :, 4] = False
+        torch.manual_seed(engine.rank)
+        tokens = types.SimpleNamespace(axis=axis)
+        ring = RingCall(tokens, length, heads // kv_heads, mask, causal, 0.5, dropout, q.dtype)
+        places = [ring.place(rank) for rank in range(3)]
+        own = places[engine.rank]
+        mine = [x.detach()[:, :, own].requires_grad_() for x in (q, k, v)]
+        out = Ring.apply(*mine, ring)
+        grad = random(2, heads, length, 6, seed=4)
+        out.backward(grad[:, :, own])
+
+        keep = torch.ones(2, heads, length, length)
+        if dropout:
+            size = lambda place: place.stop - place.start
+            row = [ring.drop(torch.empty(2, kv_heads, heads // kv_heads * size(own), size(there)), source).view(
+                2, heads, size(own), size(there)) for source, there in enumerate(places)]
+            rows_of_keep = [None] * 3
+            dist.all_gather_object(rows_of_keep, torch.cat(row, -1))
+            keep = torch.cat(rows_of_keep, 2)
+            assert 0.5 < (keep > 0).double().mean() < 0.9 or length < 5
+            assert length < 7 or not torch.equal(keep[:, :, :3, :3], keep[:, :, 3:6, :3]), "each rank drops its own"
+        k_all, v_all = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        scores = q @ k_all.mT * 0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        blind = (scores == -torch.inf).all(-1, keepdim=True)
+        shares = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        expected = (shares * keep) @ v_all
+        expected.backward(grad)
+        close(out, expected.detach()[:, :, own])
+        for ours, theirs in zip(mine, (q, k, v)):
+            close(ours.grad, theirs.grad[:, :, own])
+        with raises(RuntimeError, "second derivative", "all_to_all"):
+            torch.autograd.grad(Ring.apply(*mine, ring).sum(), mine[0], create_graph=True)
+        cases += 1
+    assert cases == 8
+
+
+def masks_of_own_tokens(mode):
+    """In the blocks each rank drops of its own tokens, or heads, as it likes; outside of them all drop alike."""
+    model = build("bert", hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.25)
+    engine, seen = Hybrid(model, precision="fp32", sp=2, sp_mode=mode), {}
+    hooks = [m.register_forward_hook(lambda m, args, out, name=name: seen.update({name: (out == 0) & (args[0] != 0)}))
+             for name, m in model.named_modules() if isinstance(m, nn.Dropout) and "attention.self" not in name]
+    batch = batch_of("bert", 4, 0, length=8)
+    engine.forward_backward(batch, 1, own_loss)
+    for hook in hooks:
+        hook.remove()
+    masks, states = [None] * 2, [None] * 2
+    dist.all_gather_object(masks, seen)
+    assert len(seen) == 5
+    for name in seen:
+        assert masks[0][name].shape[1] == (4 if "layer" in name else 8), name
+        assert torch.equal(masks[0][name], masks[1][name]) == ("layer" not in name), name
+    dist.all_gather_object(states, torch.get_rng_state())
+    assert torch.equal(*states), "outside of blocks ranks stay in step"
+
+
+def computed_again():
+    """Activation checkpointing computes attention again, with the same dropout, for each of two lengths."""
+    for knobs in (ALL_TO_ALL, RING):
+        grads = []
+        for checkpointing in (False, True):
+            torch.manual_seed(3)
+            model = build("gpt2", attn_pdrop=0.3, resid_pdrop=0.2, attn_implementation="sdpa")
+            engine = Hybrid(model, precision="fp32", **knobs)
+            if checkpointing:
+                model.gradient_checkpointing_enable(dict(use_reentrant=False))
+            torch.manual_seed(4)
+            for length in (5, 7):
+                batch = batch_of("gpt2", 2, 0, length)
+                with engine.no_sync():
+                    engine.backward(own_loss(engine(**batch), batch))
+            grads.append({name: engine.full_grad(name) for name, _ in engine.named_parameters()})
+        for name, grad in grads[0].items():
+            close(grads[1][name], grad)
 
 
 def masks():
@@ -176,9 +329,6 @@ def refusals():
         Hybrid(model, precision="fp32", **DIVIDED)
     with raises(ValueError, "sp_mode", "sideways"):
         Hybrid(model, precision="fp32", tp=2, sp_mode="sideways")
-    for knobs in (dict(sp=2), dict(tp=2, sp_mode="ring"), dict(tp=2, sp_mode="all_to_all")):
-        with raises(NotImplementedError, "sp"):
-            Hybrid(model, precision="fp32", **knobs)
     with raises(ValueError, "layers.0.mix.weight", "not in the plan", "sp_mode=None"):
         Hybrid(Stack(), precision="fp32", tp=2, plan=PAIR, **DIVIDED)
     flat = Stack(flat=True)
@@ -191,3 +341,128 @@ def refusals():
 @pytest.mark.parametrize("case", [whole_norms, other_lengths, masks, memory_and_bytes, refusals])
 def test_divided_tokens(pool, case):
     pool.run(2, case)
+
+
+def kept_in_blocks(sp, mode):
+    """Bytes that autograd keeps in the blocks of a Llama, and bytes sent, of rows of 12 tokens."""
+    model, storages, inside = build("llama", num_hidden_layers=3), {}, []
+    engine = Hybrid(model, precision="fp32", **dict(sp=sp, sp_mode=mode) if sp > 1 else {})
+    weights = {p.data_ptr() for p in model.parameters()}
+    layers = model.model.layers
+    layers[0].register_forward_pre_hook(lambda *_: inside.append(1))
+    layers[-1].register_forward_hook(lambda *_: inside.clear())
+
+    def pack(t):
+        if inside and t.is_floating_point() and t.data_ptr() not in weights and t.numel() > 100:  # not positions
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    batch = batch_of("llama", 4, 0, length=12)
+    batch["attention_mask"][:] = 1
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = own_loss(engine(**batch), batch)
+    total = sum(storages.values())
+    engine.backward(loss)
+    engine.step()
+    return total, engine.traffic
+
+
+def memory_and_bytes_of_own_tokens(mode):
+    n = dist.get_world_size()
+    (whole, _), (own, sent) = kept_in_blocks(1, None), kept_in_blocks(n, mode)
+    assert 0.95 * whole / n < own < 1.15 * whole / n, (whole, own)
+    tokens, hidden, keys, layers = 4 * 12, 16, 8, 3  # 8 bytes an element; keys and values of 2 heads of 4
+    if mode == "all_to_all":  # forward and backward: queries and output, keys and values, whose 2 heads 4 ranks have twice
+        per_layer = 2 * (2 * hidden + 2 * keys * n // 2) * tokens * 8 // n * (n - 1) // n
+        assert sent.pop("sp all_to_all") == layers * per_layer
+    else:  # keys and values round in forward and in backward, and their gradients one place further
+        assert sent.pop("sp send") == layers * (3 * n - 2) * 2 * keys * tokens * 8 // n
+    assert sent.pop("sp all_gather") == 2 * (n - 1) * tokens * hidden * 8 // n, "behind the blocks, and the gradient before them"
+    numel = sum(p.numel() for name, p in build("llama", num_hidden_layers=3).named_parameters() if ".layers." in name)
+    assert 0 <= sent.pop("sp all_reduce") - 2 * (n - 1) * numel * 8 // n < 512, "gradients of weights in the blocks"
+    assert set(sent) <= {"world all_reduce"}, sent
+
+
+def refusals_of_own_tokens():
+    import transformers as hf
+    llama = build("llama")
+    for knobs, words in [(dict(sp=2), ("sp=2", "all_to_all and ring")), (dict(sp_mode="ring"), ("sp=1", "ring")),
+                         (dict(sp=2, tp=2, sp_mode="split_gather"), ("split_gather", "sp=1")),
+                         (dict(sp=2, tp=2, **dict(sp_mode="ring")), ("cannot be arranged", "sp=2"))]:
+        with raises(ValueError, *words):
+            Hybrid(llama, precision="fp32", **knobs)
+    with raises(ValueError, "BloomForCausalLM", "attention interface", "split_gather"):
+        Hybrid(build("bloom"), precision="fp32", **RING)
+    with raises(ValueError, "no plan"):
+        Hybrid(nn.Linear(2, 2), precision="fp32", **RING)
+    with raises(ValueError, "3 attention heads", "sp=2", "ring"):
+        Hybrid(build("llama", num_attention_heads=3, hidden_size=24, num_key_value_heads=3), precision="fp32", **ALL_TO_ALL)
+    mixing = build("llama")
+    mixing.model.layers[1].mix = nn.Conv1d(6, 6, 3, padding=1).double()
+    with raises(ValueError, "layers.1.mix.weight", "mixes tokens"):
+        Hybrid(mixing, precision="fp32", **RING)
+    shared = build("gpt2")
+    shared.transformer.h[0].extra = shared.lm_head
+    with raises(ValueError, "wte.weight", "elsewhere"):
+        Hybrid(shared, precision="fp32", **RING)
+    batch = batch_of("gpt2", 2, 0)
+    with raises(RuntimeError, "softcap"):
+        Hybrid(hf.Gemma2ForCausalLM(hf.Gemma2Config(
+            vocab_size=53, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+            intermediate_size=16)), precision="fp32", **RING).forward_backward(batch)
+    decoder = hf.BertLMHeadModel(hf.BertConfig(
+        vocab_size=53, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True,
+        add_cross_attention=True))
+    engine = Hybrid(decoder, precision="fp32", **RING)
+    with raises(RuntimeError, "encoder_hidden_states"):
+        engine.forward_backward(dict(batch, encoder_hidden_states=torch.randn(2, 4, 16)))
+    engine = Hybrid(llama, precision="fp32", **ALL_TO_ALL)
+    for option in ("output_attentions", "output_hidden_states", "use_cache"):
+        with raises(ValueError, option, "tokens"):
+            engine(**batch, **{option: True})
+    llama.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with raises(RuntimeError, "LlamaDecoderLayer", "attention interface"):
+        engine.forward_backward(batch)
+    del llama.model.layers[0].self_attn.forward
+    engine.forward_backward(batch)
+    before = llama.config._attn_implementation
+    Hybrid(llama, precision="fp32")
+    assert (before, llama.config._attn_implementation) == ("own_tokens", "sdpa"), "another engine finds the model as it was"
+    llama(**batch)
+
+
+def resumes_in_other_modes(folder):
+    """Two steps with sp=2, saved; on goes another copy of the run, on the ring, and without sp; all as if nothing had been."""
+    batches, results = [batch_of("bert-classes", 4, seed) for seed in range(4)], []
+    knobs = dict(precision="fp32", lr=0.01, max_norm=0.5)
+
+    def train(engine, batches):
+        for batch in batches:
+            engine.forward_backward(rows(batch, 2 * engine.dp.rank, 2 * engine.dp.rank + 2) if engine.dp.world_size > 1 else batch, 1,
+                                    own_loss)
+            engine.step()
+        return engine
+
+    whole = train(Hybrid(build("bert-classes"), **knobs, **ALL_TO_ALL), batches)
+    train(Hybrid(build("bert-classes"), **knobs, **ALL_TO_ALL), batches[:2]).save(folder)
+    for other in (ALL_TO_ALL, RING, {}):
+        engine = Hybrid(build("bert-classes", seed=5), **knobs, **other)
+        engine.load(folder)
+        train(engine, batches[2:])
+        results.append({name: p.clone() for name, p in engine.named_parameters()})
+    for name, p in whole.named_parameters():
+        assert torch.equal(results[0][name], p), name
+        close(results[1][name], p)
+        close(results[2][name], p)
+
+
+@pytest.mark.parametrize("ranks, case, mode", [
+    (3, ring_beside_whole, []), (2, masks_of_own_tokens, ["all_to_all"]), (2, masks_of_own_tokens, ["ring"]), (2, computed_again, []),
+    (2, memory_and_bytes_of_own_tokens, ["all_to_all"]), (4, memory_and_bytes_of_own_tokens, ["all_to_all"]),
+    (2, memory_and_bytes_of_own_tokens, ["ring"]), (4, memory_and_bytes_of_own_tokens, ["ring"]), (2, refusals_of_own_tokens, [])])
+def test_own_tokens(pool, ranks, case, mode):
+    pool.run(ranks, case, *mode)
+
+
+def test_own_tokens_resume(pool, tmp_path):
+    pool.run(2, resumes_in_other_modes, str(tmp_path / "checkpoint"))
