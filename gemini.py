@@ -649,6 +649,7 @@ class Gemini:
         self.chunks.append(chunk)
         master_dtype = torch.promote_types(dtype, torch.float32) if trained and dtype == self.half else dtype
         values = torch.zeros(slice_numel, dtype=master_dtype, device="cpu")  # of the own slice, from the weights before the cast
+        no_memory = values.new_empty(0)  # for fragments until `_tell_adam`: views would keep the values of all chunks
         for i, start in starts.items():
             p, shape = self.all_params[i], self._shapes[i]
             self._chunk_of[i] = chunk
@@ -659,7 +660,7 @@ class Gemini:
                 at, first = slice(lo - own.start, hi - own.start), max(lo - start, 0) if p.numel() else 0
                 values[at] = p.data.reshape(-1)[first : first + hi - lo]
                 f = Fragment(self.all_names[i], self._trained.get(i, FROZEN), shape, (tuple(slice(0, size) for size in shape),),
-                             first, first + hi - lo, values[at], part=chunk.number)
+                             first, first + hi - lo, no_memory, part=chunk.number)
                 chunk.owned.append((f, at.start))
                 (self.fragments if trained else self.frozen_fragments).append(f)
             if p.device != self.device:  # the same Parameter object, on another device

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Reference, build, global_batch, in_sweep, live_tensors, loss_of, raises, random, rows
-from test_contract import close
+from test_contract import LivePeak, close
 from test_fsdp import (
     ANSWERED,
     AROUND,
@@ -232,6 +232,21 @@ def least(make=Net, run=None, **knobs):
         assert found, error
         return int(found[1])
     raise AssertionError("a budget of one byte is enough")
+
+
+def memory_while_it_is_built():
+    """16 bytes an element in the end, and beside them one chunk's values on the way: a chunk's weights go when its masters are there."""
+    model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(8)])
+    numel, n = 8 * 200 * 200, dist.get_world_size()
+    weights = [p.data for p in model.parameters()]  # alive, so that nothing else gets their place
+    with LivePeak(weights) as live:
+        engine = Gemini(model, precision="bf16", chunk_mb=2 * 200 * 200 / 2**20)
+    assert len(engine.chunks) == 8
+    assert 16 * numel / n <= live.peak < (16 + 8 / 8) * numel / n + 10_000, (live.peak, numel)
+
+
+def test_memory_while_it_is_built(pool):
+    pool.run(2, memory_while_it_is_built)
 
 
 def live_bytes(engine):
