@@ -1,11 +1,11 @@
 """Hybrid parallelism: one mesh of ranks, along whose axes batch, blocks, matrices and optimizer are divided at the same time.
 
 A rank has one coordinate on each axis. Along dp, copies of the model see different samples. Along pp, ranks share the blocks of one
-copy, in stages through which micro-batches go one after the other. Along tp, ranks share the matrices of a stage, each with some
-heads and some hidden units. The model keeps its own forward: a plan, a table of module names and styles, says which linears are
-divided how, and where the blocks are; those get another class.
+copy, in stages through which micro-batches go one after the other. Along sp, ranks share a sample's tokens. Along tp, ranks share
+the matrices of a stage, each with some heads and some hidden units. The model keeps its own forward: a plan, a table of module
+names and styles, says which linears are divided how, and where the blocks are; those get another class.
 
-    8 ranks, dp = 2, pp = 2, tp = 2: rank = (dp * 2 + pp) * 2 + tp       W: the matrices of a stage, a half on each tp rank
+    8 ranks, dp = 2, pp = 2, sp = 1, tp = 2: rank = (dp * 2 + pp) * 2 + tp    W: the matrices of a stage, a half on each tp rank
 
                pp 0: embedding, first blocks     pp 1: last blocks, head
                tp 0         tp 1                 tp 0         tp 1
@@ -17,7 +17,7 @@ divided how, and where the blocks are; those get another class.
     weights           2(Ψd/T + Ψw)            half precision
     gradients         2(Ψd/T + Ψw)
     master, m, v      12(Ψd/T + Ψw)/D         zero_stage=0: without /D
-    activations       of at most P - p micro-batches on rank p of P along pp
+    activations       of at most P - p micro-batches on rank p of P along pp; in blocks, 1/S with S ranks along sp
 
     A block is two pairs of linears, query-key-value with output and up with down; each pair, X (B, S, H) whole on every tp rank:
 
@@ -38,14 +38,14 @@ divided how, and where the blocks are; those get another class.
 
     Bytes sent per rank: dp, each step, 2(D-1)/D * 2(Ψd/T + Ψw); tp, each micro-batch of B samples, 2(T-1)/T * 2 * B*S*H for each of
     4 all-reduces in each block, and for one of an embedding and one of a head that are divided; pp, each micro-batch, 2 * B*S*H to
-    the next stage and as much to the one before.
+    the next stage and as much to the one before; sp: see its section.
 
 Dropout must drop the same where activations are whole on every tp rank, and differ where they are divided: ranks of a tp group
 have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own; each stage, too.
 
 Modules with running statistics (BatchNorm) keep parameters and buffers in fp32, inputs and outputs cast around them. RMS norms
 that transformers writes out in five operators become torch's one kernel where that computes the same. A plan comes from PLANS
-below, from the model (transformers' base_model_tp_plan and _tp_plan) or from `plan=`; models without one train with tp = pp = 1.
+below, from the model (transformers' base_model_tp_plan and _tp_plan) or from `plan=`; without one tp = pp = sp = 1.
 Where ranks outnumber key and value heads, neighbours share one. A vocabulary that tp does not divide is padded on its last rank;
 nobody reads the padding, and a checkpoint has none.
 
@@ -54,15 +54,26 @@ A model that no rank can hold is built on `meta` and loaded from a checkpoint: a
 All ranks of one copy are given the same batch, all ranks make the same calls. Between steps parameters are the own part (shape
 and all), and of other stages' one element; whole weights are in `state_dict` and in checkpoints, which any strategy resumes. With
 a pipeline a batch's forward and backward go together in `forward_backward`; `engine(...)` evaluates, and gives every rank the
-last stage's output. With `sp_mode="split_gather"` tp ranks also divide, by tokens, what lies between their pairs of linears,
-which they else have whole each: see the section below. To read the logits of a divided head is a collective: on one rank alone,
-`print(logits)` waits for ever. Not here yet, by name: tokens divided along an axis of their own (sp), capture. Left out: sparse
-gradients, complex parameters, experts (MoE); models in whose blocks more than hidden states depends on weights (pp); a loss that
-reads weights, which sees this rank's part (tp); a head's logits in other hands than torch functions' (a C++ extension needs
-`logits.gathered()`).
+last stage's output. Tokens are divided along sp, with `sp_mode="all_to_all"` or "ring"; with "split_gather" tp ranks divide by
+tokens what lies between their pairs of linears, which they else have whole each. To read the logits of a divided head is a
+collective: on one rank alone, `print(logits)` waits for ever.
+
+How to write a plan, for a model that has none: `plan={name: style}`, * for a number, styles as above PLANS.
+    1. Blocks: names begin with the name of their list, an nn.ModuleList: "layers.*.". pp and sp need one such name and no more.
+    2. Pairs: a linear that leads from hidden states to heads or hidden units is "colwise", the one that leads back "rowwise"; what
+       lies between them must act on each head or unit for itself. Several matrices in one weight: "packed_colwise".
+    3. Weights between the two, as a norm of queries: "replicated_with_grad_allreduce". A forward that meets others refuses them.
+    4. Words, if you like: the embedding "embedding_rowwise", the head "colwise_gather_output".
+    5. Attention that counts heads in attributes of other names than HEAD_COUNTS needs them in ATTRIBUTES.
+    6. Compare in float64: engine.full_grad(name) on two ranks, with tp=2, with p.grad of one process.
+
+Not here yet, by name: capture. Left out: sparse gradients, complex parameters, experts (MoE); models in whose blocks more than
+hidden states depends on weights (pp, sp); a loss that reads weights, which sees this rank's part (tp); a head's logits in other
+hands than torch functions' (a C++ extension needs `logits.gathered()`).
 
 Megatron-LM, arXiv:1909.08053 (§3: pairs of linears, vocabulary); ZeRO, arXiv:1910.02054 (§5.1); grouped heads, arXiv:2305.13245;
-1F1B: arXiv:2006.09503 §3; interleaved: arXiv:2104.04473 §2.2; mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
+1F1B: arXiv:2006.09503 §3; interleaved: arXiv:2104.04473 §2.2; tokens: arXiv:2205.05198, 2309.14509, 2310.01889; mixed precision
+with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
 
     engine = Hybrid(model, tp=2, pp=2, lr=1e-4, weight_decay=0.01, precision="bf16")    # dp = all ranks / 4
     for batch in loader:                                    # this copy's share: key the sampler by engine.dp.rank
@@ -1305,8 +1316,8 @@ def tensors_in(x) -> list[Tensor]:
 
 # ---- sequence parallelism: tokens divided between ranks -------------------------------------------------------------------
 #
-# From the first block to behind the last a rank has S/N of the S tokens, (B, S/N, H); embeddings, poolers, heads and losses see all of
-# them. Norms, linears and dropout are for each token; attention is not, and the three modes differ in what they do about it.
+# From the first block to behind the last a rank has S/N of the S tokens, (B, S/N, H); embeddings, poolers, heads and losses see
+# them all. Norms, linears and dropout are for each token; attention is not, and the three modes differ in what they do about it.
 # Weights that see the own tokens alone find a part of their gradient, which is summed over the axis.
 #
 # Tensor parallelism leaves what lies between its pairs of linears whole on every rank. `split_gather` divides that between the same
@@ -1319,11 +1330,11 @@ def tensors_in(x) -> list[Tensor]:
 #
 # The other two divide tokens along an axis of their own, sp, with or without tp, and need transformers' attention interface:
 #
-#     all_to_all   queries, keys and values of all heads for own tokens --> of own heads for all tokens; attention as it is; its output
-#                  back: 4 exchanges, in each of which a rank keeps 1/N. (Ulysses, arXiv:2309.14509, §3.)
-#     ring         queries stay; keys and values go round, N - 1 times one place on, and what the own queries see of them is added up:
-#                  softmax needs each row's sum of exponentials, which is corrected on the way. No rank has all scores of a row, nor
-#                  need N divide heads. Backward sends keys and values round again, and their gradients with them.
+#     all_to_all   queries, keys and values of all heads for own tokens --> of own heads for all tokens; attention as it is; its
+#                  output back: 4 exchanges, in each of which a rank keeps 1/N. (Ulysses, arXiv:2309.14509, §3.)
+#     ring         queries stay; keys and values go round, N - 1 times one place on, and what the own queries see of them is added
+#                  up: softmax needs each row's sum of exponentials, which is corrected on the way. No rank has all scores of a row,
+#                  nor need N divide heads. Backward sends keys and values round again, and their gradients with them.
 #                  (Ring Attention, arXiv:2310.01889, §3.) Of causal attention later ranks have more to do: no zigzag.
 #
 # Refused by name is what else in a block might mix tokens, or depend on weights beside hidden states, as cross attention does.
@@ -1410,7 +1421,7 @@ class Ring(torch.autograd.Function):
         grad = grad.reshape(out.shape)
         delta = (grad * out).sum(-1, keepdim=True)  # of each row: what softmax's normalization takes from every score
         shift = lse.masked_fill(lse == -torch.inf, 0.0)
-        d_rows, d_block = torch.zeros(rows.shape, dtype=ring.dtype, device=q.device), None
+        d_rows, d_passed = torch.zeros(rows.shape, dtype=ring.dtype, device=q.device), None
         for turn in range(axis.world_size):
             source, last = (axis.rank - turn) % axis.world_size, turn == axis.world_size - 1
             # before, after, sends: as in forward
@@ -1427,10 +1438,10 @@ class Ring(torch.autograd.Function):
                 real = keys.shape[-2]
                 found[..., :real, : k.shape[-1]] = d_scores.mT @ rows
                 found[..., :real, k.shape[-1] :] = dropped.to(v.dtype).mT @ grad.to(v.dtype)
-            d_block = found if turn == 0 else axis.arrived(d_passed) + found
+            found = found if d_passed is None else axis.arrived(d_passed) + found
             # before: this rank has the gradients that it and those before it found for rank `source`.  after: so has the next one,
             # which adds its own; in the end, rank `source`.  sends: their bytes in fp32 or more, N times.
-            d_passed = axis.pass_on(d_block)
+            d_passed = axis.pass_on(found)
             block = block if last else axis.arrived(passed)
         d_k, d_v = ring.unpad(axis.arrived(d_passed), axis.rank).split([k.shape[-1], v.shape[-1]], -1)
         return (d_rows * ring.scale).view(q.shape).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None
@@ -1641,8 +1652,8 @@ class OwnTokens(Tokens):
         if name.startswith(("position_ids", "position_embeddings", "cache_position")) and x.shape[dim] == self.length:
             return self.axis.part(self.padded(x, dim), dim)
         if "encoder" in name or self.length in x.shape:
-            raise RuntimeError(f"{own_name(block)} is given {name or 'a tensor'} of shape {tuple(x.shape)}, of which it is not known "
-                               "how its tokens are to be divided: use sp_mode split_gather or None")
+            raise RuntimeError(f"{own_name(block)} is given {name or 'a tensor'} of shape {tuple(x.shape)}, of which it is not "
+                               "known how its tokens are to be divided: use sp_mode split_gather or None")
         return x
 
     def leave_block(self, block: nn.Module) -> None:
@@ -1651,7 +1662,8 @@ class OwnTokens(Tokens):
                                "sp_mode split_gather or None")
 
     @torch.compiler.disable
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, causal: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, causal: bool
+               ) -> Tensor:
         """Own tokens' queries (B, H, s, D), keys (B, K, s, D) and values (B, K, s, E) -> (B, s, H, E); mask (B, 1 or H, S, S)."""
         self.attended, n, length = True, self.axis.world_size, self.now()
         if not len({x.shape[2] for x in (q, k, v)} | {-(-length // n)}) == 1:
@@ -1696,8 +1708,8 @@ def check_own_tokens(model: nn.Module, blocks: str, mode: str) -> set[nn.Paramet
         for key, p in module.named_parameters(recurse=False):
             (inside if name.startswith(f"{blocks}.") else outside).add(p)
             if p in inside and p.ndim > 1 and not isinstance(module, nn.Linear) and "Conv1D" not in type(module).__name__:
-                raise ValueError(f"{name}.{key} is in a block and is no linear's, so its module may be one that mixes tokens, of which "
-                                 f"a rank has its own: {other}")
+                raise ValueError(f"{name}.{key} is in a block and is no linear's, so its module may be one that mixes tokens, of "
+                                 f"which a rank has its own: {other}")
     if both := [name for name, p in model.named_parameters() if p in inside and p in outside]:
         raise ValueError(f"{both[0]} is used in the blocks, for own tokens, and elsewhere, for all of them: {other}")
     return inside
@@ -1736,15 +1748,16 @@ class Hybrid:
     params: None for all parameters, or param groups as any torch optimizer takes them. precision: "fp32" leaves the model as it
     is, "bf16" and "fp16" cast it and keep fp32 masters, fp16 with a dynamic loss scale. max_norm: clip to this global L2
     norm, 0 for off. tp: ranks that share a stage's matrices. pp: ranks that share a copy's blocks. schedule: "1f1b", one stage a
-    rank, or "interleaved", `chunks` of them. sp_mode: "split_gather", tp ranks divide tokens, too, where they do not divide
-    heads or hidden units. zero_stage: 1, the optimizer is divided between copies, or 0, each
-    has all. plan: module names (* for a number) -> styles; None for the one in PLANS or the one that the model declares.
+    rank, or "interleaved", `chunks` of them. sp: ranks that share a sample's tokens; sp_mode: how, "all_to_all", for which sp must
+    divide heads, or "ring"; or "split_gather": tp ranks divide tokens where they do not divide heads or hidden units. zero_stage:
+    1, the optimizer is divided between copies, or 0, each has all. plan: module names (* for a number) -> styles; None for the one
+    in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
     device: where a model that was built on `meta` shall live; by default the current GPU, else the CPU; weights come from `load`.
     compile: torch.compile each block (`blocks_of`) after the first step; forward then waits for all weights before it begins.
     initial_scale, growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale.
     Parameters, buffers and, along tp, random numbers are those of the first rank, so models may be built with different seeds.
-    axes: the mesh by name, each with its rank and world_size; dp, pp and tp are members, too.
+    axes: the mesh by name, each with its rank and world_size; dp, pp, sp and tp are members, too.
     Raises ValueError where ranks bring different models, for sizes that do not divide, or an argument that is wrong.
     """
 
@@ -1870,7 +1883,8 @@ class Hybrid:
         fuse_norms(model, self.changes)
         config = getattr(model, "config", None)
         if (pp > 1 or sp > 1 or compile) and getattr(config, "use_cache", False):
-            # It would hold keys and values of a rank's own blocks or tokens alone; and for each place in it a block would be compiled anew.
+            # It would hold keys and values of a rank's own blocks or tokens alone; and for each place in it a block would be
+            # compiled anew.
             self.changes.append((config, "use_cache", True))
             config.use_cache = False
         # Who else has a parameter: by size, neighbours on the tp axis; by coordinates on the pp axis, the stages that use it.
@@ -1911,9 +1925,9 @@ class Hybrid:
     # ---- 0. before training: who holds what --------------------------------------------------------------------------
 
     def _same_random_numbers(self) -> None:
-        """Dropout of what all ranks along tp and sp have whole must drop the same: they go on with the first one's random numbers."""
-        for axis in (self.tp, self.sp):
-            for generator in dict.fromkeys([torch.default_generator, default_generator(self.device)] if axis.world_size > 1 else []):
+        """Dropout of what ranks along tp and sp have whole must drop the same: they go on with the first one's random numbers."""
+        for axis in (axis for axis in (self.tp, self.sp) if axis.world_size > 1):
+            for generator in dict.fromkeys([torch.default_generator, default_generator(self.device)]):
                 state = generator.get_state().to(self.device)
                 # before: each rank's own state.  after: that of the group's first.  sends: some KB, once; all wait.
                 dist.broadcast(state, group=axis.group, group_src=0)
@@ -1999,8 +2013,8 @@ class Hybrid:
         master_dtype = torch.float32 if dtype == self.half else dtype
         needs_master = master_dtype != dtype
         master = torch.zeros(slice_numel, dtype=master_dtype, device=self.device) if needs_master else weights[own]
-        sums = [axis for axis, needed in ((self._holders[holders], partial), (self._sharing.get(stages), stages), (self.sp, own_tokens))
-                if needed]
+        sums = [axis for axis, needed in (
+            (self._holders[holders], partial), (self._sharing.get(stages), stages), (self.sp, own_tokens)) if needed]
         counted = (self.tp.rank % holders == 0 and self.sp.rank == 0 and (self._slices is self.dp or self.dp.rank == 0)
                    and (not stages or self.pp.rank == stages[0]))
         bucket = Bucket(weights, starts, views, own, master, torch.zeros_like(weights), sums, counted)
@@ -2164,7 +2178,8 @@ class Hybrid:
         refused += ["use_cache"] if self.pipeline or self.sp.world_size > 1 else []
         for option in refused:
             if options.get(option) or getattr(config, option, False):
-                raise ValueError(f"{option} would give each rank those of its own heads, blocks or tokens alone: use tp=1, pp=1, sp=1")
+                raise ValueError(f"{option} would give each rank those of its own heads, blocks or tokens alone: "
+                                 "use tp=1, pp=1, sp=1")
 
     def _before_model(self, options) -> None:
         self._refuse(options)

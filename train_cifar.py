@@ -92,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                    "$DATA, or ./data, with CIFAR-10 downloaded to it if it holds neither; builtin if the server does not "
                    "answer in 4 s")
     p.add_argument("--model", default="resnet18", choices=["resnet18", "vit"],
-                   help="vit: 4 x 4 patches, 6 layers of width 192; default resnet18")
+                   help="vit: 4 x 4 patches, 6 layers of 6 heads, width 192; default resnet18")
     p.add_argument("--stem", choices=["imagenet", "cifar"],
                    help="how the ResNet begins: imagenet (default), torchvision's 7x7 convolution of stride 2 and max-pool; "
                    "cifar, a 3x3 convolution of stride 1, for feature maps four times as wide and high")
@@ -358,7 +358,7 @@ def build_model(name: str, stem: str | None, classes: int) -> nn.Module:
     if name == "vit":
         import transformers
         return transformers.ViTForImageClassification(transformers.ViTConfig(
-            image_size=SIDE, patch_size=4, hidden_size=192, num_hidden_layers=6, num_attention_heads=3, intermediate_size=768,
+            image_size=SIDE, patch_size=4, hidden_size=192, num_hidden_layers=6, num_attention_heads=6, intermediate_size=768,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=classes))
     from torchvision.models import resnet18
     model = resnet18(num_classes=classes)

@@ -1,10 +1,10 @@
 """hybrid.py over the model families of transformers: its own plans, and all configs that declare one without experts' styles.
 
 Compared: a tiny instance of each config class (2 blocks, 4 heads), on one process, with its matrices divided between two ranks
-(tp=2), with its tokens, too (split_gather), and with its blocks (pp=2), in float64, also where transformers' forward goes through
-fp32: loss and every gradient at 1e-9, for only the order of summation differs. What hybrid.py refuses by name (REFUSED) is right,
-too; wrong numbers are not. Two CPU ranks; by default three families, under 10 s; the sweep (`-m sweep`) has all, prints what
-became of each, and takes some 5 min.
+(tp=2), with its tokens, too (split_gather), with its tokens alone (all_to_all, ring), and with its blocks (pp=2), in float64, also
+where transformers' forward goes through fp32: loss and every gradient at 1e-9, for only the order of summation differs. What
+hybrid.py refuses by name (REFUSED) is right, too; wrong numbers are not. Two CPU ranks; by default three families, under 10 s; the
+sweep (`-m sweep`) has all, prints what became of each, and takes some 8 min.
 """
 import contextlib
 import functools
@@ -117,6 +117,18 @@ REFUSED["tokens"] = {
     "Gemma3nTextConfig", "OlmoHybridConfig", "Qwen3_5TextConfig", "MuseGlimmerAssistantConfig", "Gemma4UnifiedTextConfig",
     "Llama4VisionConfig", "VoxtralRealtimeTextConfig"), "sp_mode=None"),  # the last one has a linear in its norms
 }
+NO_INTERFACE, OPTIONS, UNKNOWN = "transformers' attention interface", "is not supported by", "not known how its tokens"
+REFUSED["ring"] = REFUSED["all_to_all"] = {
+    **dict.fromkeys(("BambaConfig", "BloomConfig", "FalconH1Config", "OlmoHybridConfig", "Qwen3_5TextConfig"), NO_INTERFACE),
+    **dict.fromkeys(("Gemma2Config", "T5GemmaModuleConfig", "VaultGemmaConfig"), OPTIONS),  # softcap
+    **dict.fromkeys(("EmbeddingGemma2TextConfig", "Gemma4VisionConfig", "Llama4VisionConfig", "NeoMMEConfig",
+                     "T5Gemma2DecoderConfig"), UNKNOWN),
+    **dict.fromkeys(("GptOssConfig", "Lfm3Config", "MuseSparkTextConfig"), "is no linear's"),
+    **dict.fromkeys(("HrmTextConfig", "MuseGlimmerConfig", "MuseSparkConfig"), LISTS),
+    **dict.fromkeys(("DogeConfig", "Ernie4_5_VLMoeVisionConfig", "Ernie4_5_VL_MoeVisionConfig", "Gemma3nTextConfig",
+                     "Gemma4UnifiedTextConfig", "HiggsAudioV2Config", "MuseGlimmerAssistantConfig", "MuseGlimmerVisionConfig"),
+                    "sp_mode=None"),
+}
 BROKEN = {"Llama4Config": "image_outputs"}  # config class -> words of the error that the model's own forward ends with
 
 
@@ -227,7 +239,8 @@ def rows_of(batch):
     return len(next(iter(batch.values())))
 
 
-MESHES = {"tp": dict(tp=2), "pp": dict(pp=2), "tokens": dict(tp=2, sp_mode="split_gather")}
+MESHES = {"tp": dict(tp=2), "pp": dict(pp=2), "tokens": dict(tp=2, sp_mode="split_gather"),
+          "all_to_all": dict(sp=2, sp_mode="all_to_all"), "ring": dict(sp=2, sp_mode="ring")}
 
 
 def beside_one_process(name, head, axis):
