@@ -1230,6 +1230,13 @@ class Pipeline:
             return False
         return True
 
+    def may_wait(self, kind: str) -> bool:
+        """May this rank compute while a receive of this kind waits? Under NCCL that is a kernel which runs until something comes,
+        and whatever waits for the whole device (CUDA, when it loads a kernel on first use or frees memory) waits for it, too: two
+        ranks that each wait for what the other is computing would wait for ever. Gradients come down the line, whose last rank
+        waits for none; with chunks the line is a ring."""
+        return self.axis.by_hand or kind == "B" and self.chunks == 1
+
     def receive_hidden(self, stage: int, k: int, shapes: tuple) -> Tensor:
         if (stage - 1, shapes) not in self.known:
             header = self._arrived(self._receive((16,), torch.int64, stage - 1, stage)).tolist()
@@ -2247,7 +2254,8 @@ class Hybrid:
                 mine, last = k < len(pieces), turn == len(tasks) - 1  # a copy may have fewer pieces than the others
                 if self.pipeline and mine:  # ask for what the next task needs, too, to come while this one computes
                     following = (task for task in tasks[turn + 1 :] if task[2] < len(pieces))
-                    for task in ((kind, stage, k), *itertools.islice(following, 1)):
+                    ahead = [task for task in itertools.islice(following, 1) if self.pipeline.may_wait(task[0])]
+                    for task in ((kind, stage, k), *ahead):
                         if not self.pipeline.ask(*task, shapes[task[2]], held):
                             break
                 if kind == "F":
