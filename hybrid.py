@@ -80,7 +80,7 @@ with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
         loss = engine.forward_backward(batch, micro_batches=4)
         engine.step()
 
-`python hybrid.py` divides a small Llama between two CPU ranks, by its matrices and by its blocks, prints the mesh, who owns what
+`python hybrid.py` divides a small Llama between two CPU ranks, by matrices, by blocks and by tokens, prints the mesh, who owns what
 and a timeline, puts the formulas above beside what it measures, and the weights beside those of one process.
 """
 import contextlib
@@ -3879,8 +3879,8 @@ def explain_failure(store: dist.Store, rank: int, size: int, error: Exception) -
 
 
 def demonstration(device: torch.device) -> None:
-    """A small Llama divided between all ranks: its matrices (tp), then its blocks (pp). Each trains three steps in float64 beside
-    one process, then in bf16. Prints the mesh, who owns what, and what is held and sent beside the formulas of the docstring."""
+    """A small Llama divided between all ranks: its matrices (tp), its blocks (pp), its tokens (sp). Each trains three steps in
+    float64 beside one process, then in bf16. Prints the mesh, who owns what, and what is held and sent beside the formulas of the docstring."""
     from transformers import LlamaConfig, LlamaForCausalLM
     rank, n, width, batch, length, micro_batches = dist.get_rank(), dist.get_world_size(), 128, 8, 32, 4
     layers = 2 * n
@@ -3927,8 +3927,8 @@ def demonstration(device: torch.device) -> None:
         return engine, loss, sockets
 
     say = print if rank == 0 else lambda *_: None
-    for axis in ("tp", "pp"):
-        gap, (engine, loss, sockets) = distance(**{axis: n}), trained(**{axis: n})
+    for mesh in (dict(tp=n), dict(pp=n), dict(sp=n, sp_mode="ring")):
+        gap, (engine, loss, sockets), axis = distance(**mesh), trained(**mesh), next(iter(mesh))
         own = [p for p in engine.params if p not in engine._absent]
         owned = [(name, tuple(p.shape), engine.layout(p)) for name, p in engine.named_parameters() if p in set(own)]
         numel, held = sum(p.numel() for p in own), {kind: sum(places.values()) for kind, places in engine.memory().items()}
@@ -3946,6 +3946,12 @@ def demonstration(device: torch.device) -> None:
                     say(f"  {name:42}{str(layout.shape):14} {'   '.join(places)}")
             formula = 2 * (n - 1) / n * ((4 * layers + 1) * activations + 3 * 4 * batch * (length - 1))
             counted = engine.traffic["tp all_reduce"]
+        elif axis == "sp":
+            say("  " + "; ".join(f"rank {r}: tokens {r * length // n} to {(r + 1) * length // n - 1}" for r in range(n)))
+            keys = activations // 2  # elements of keys and values: half as many heads as queries, twice; gradients in fp32
+            formula = layers * keys * 2 / n * ((n - 1) * 2 + n * 2) + 2 * (n - 1) / n * activations
+            formula += 2 * (n - 1) / n * 2 * sum(p.numel() for p in engine._own_tokens)
+            counted = sum(engine.traffic[f"sp {what}"] for what in ("send", "all_gather", "all_reduce"))
         else:
             for stage, (theirs, *_) in enumerate(everyone):
                 blocks = sorted({name.split(".")[2] for name, *_ in theirs if ".layers." in name})
