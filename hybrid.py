@@ -68,8 +68,8 @@ How to write a plan, for a model that has none: `plan={name: style}`, * for a nu
     6. Compare in float64: engine.full_grad(name) on two ranks, with tp=2, with p.grad of one process.
 
 Not here yet, by name: capture. Left out: sparse gradients, complex parameters, experts (MoE); models in whose blocks more than
-hidden states depends on weights (pp, sp); a loss that reads weights, which sees this rank's part (tp); a head's logits in other
-hands than torch functions' (a C++ extension needs `logits.gathered()`).
+hidden states depends on weights (pp, sp); a loss that reads weights, which sees this rank's part (tp) or counts them on each rank
+(sp); a head's logits in other hands than torch functions' (a C++ extension needs `logits.gathered()`).
 
 Megatron-LM, arXiv:1909.08053 (§3: pairs of linears, vocabulary); ZeRO, arXiv:1910.02054 (§5.1); grouped heads, arXiv:2305.13245;
 1F1B: arXiv:2006.09503 §3; interleaved: arXiv:2104.04473 §2.2; tokens: arXiv:2205.05198, 2309.14509, 2310.01889; mixed precision
@@ -893,6 +893,24 @@ STYLES = {"colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", 
 MISSING = object()  # in `changes`: the attribute was not there
 
 
+def own_configs(model: nn.Module, changes: list) -> None:
+    """Give the modules copies of their configs, which other models may share, to be changed. They use no cache: it would hold keys
+    and values of a rank's own blocks or tokens alone, and for each place in it torch.compile would compile a block anew."""
+    copies: dict[int, tuple] = {}  # id -> (config, which keeps the id its own; its copy)
+    for module in model.modules():
+        if (config := module.__dict__.get("config")) is not None:
+            if id(config) not in copies:
+                copies[id(config)] = config, copy.copy(config)
+            changes.append((module, "config", config))
+            module.config = copies[id(config)][1]
+    for _, new in copies.values():
+        for key, value in vars(new).items():
+            if id(value) in copies:
+                vars(new)[key] = copies[id(value)][1]
+        if getattr(new, "use_cache", False):
+            new.use_cache = False
+
+
 def mark(changes: list, module: nn.Module, **attributes) -> None:
     """Give a module attributes, past nn.Module's own bookkeeping; note that it had none."""
     for key, value in attributes.items():
@@ -1096,6 +1114,8 @@ class Pipeline:
         first = None if args else "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))  # the argument that they are
         hidden = args[0] if args else kwargs[first]
         others, tokens = [None] * (self.in_tuples - 1), self.tokens
+        if tokens:
+            tokens.come_to(index)
         if tokens and index == 0:
             tokens.begin(hidden)
         if begin <= index < end:
@@ -1104,9 +1124,17 @@ class Pipeline:
                 hidden = tokens.part(hidden) if index == 0 else hidden
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {first: hidden})
                 args, kwargs = tokens.beside(block, args, kwargs, first)
-            output = run(*args, **kwargs)
+            try:
+                output = run(*args, **kwargs)
+            except BaseException:  # also checkpointing's own, when it has computed enough again
+                if tokens:
+                    tokens.axis.engine()._leave_divided()
+                raise
             if tokens:
-                tokens.leave_block(block)
+                tokens.leave_block()
+                if not tokens.attended:
+                    raise RuntimeError(f"{own_name(block)} did not call transformers' attention interface, which {tokens.mode} "
+                                       "needs: use sp_mode split_gather or None")
             self.in_tuples = len(output) if isinstance(output, tuple) else 0
             hidden, *others = output if self.in_tuples else (output,)
         elif index == begin - 1:
@@ -1309,7 +1337,7 @@ def block_list(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, list[nn.
         if blocks and not any(name.startswith(f"{other}.") for other in lists):
             lists.append(name)
     if len(lists) != 1:
-        raise ValueError(f"pipelines need one list of blocks; the plan of {type(model).__name__} names "
+        raise ValueError(f"pipelines and divided tokens need one list of blocks; the plan of {type(model).__name__} names "
                          f"{', '.join(sorted(names or lists)) or 'none'}")
     return lists[0], list(model.get_submodule(lists[0]))
 
@@ -1323,9 +1351,14 @@ def tensors_in(x) -> list[Tensor]:
 
 # ---- sequence parallelism: tokens divided between ranks -------------------------------------------------------------------
 #
-# From the first block to behind the last a rank has S/N of the S tokens, (B, S/N, H); embeddings, poolers, heads and losses see
-# them all. Norms, linears and dropout are for each token; attention is not, and the three modes differ in what they do about it.
-# Weights that see the own tokens alone find a part of their gradient, which is summed over the axis.
+# From the first block to behind the last a rank has S/N of the S tokens, (B, S/N, H): Pipeline.block, of one stage where there is
+# no pipeline, divides them before the first block and gathers them behind the last. Embeddings, poolers, heads and losses see all
+# tokens, on all ranks alike. Norms, linears and dropout are for each token; attention is not, and the three modes differ in what
+# they do about it.
+#
+# Gradients: loss and head are computed on each rank, the same. Behind the blocks a rank takes its own tokens' gradient, before them
+# all get all. So what lies outside has its whole gradient on each rank; weights in the blocks have seen the own tokens alone and
+# find a part, which is summed over the axis.
 #
 # Tensor parallelism leaves what lies between its pairs of linears whole on every rank. `split_gather` divides that between the same
 # ranks: attention and MLP gather tokens first, and what was a sum over tp becomes the own tokens of the sum:
@@ -1337,14 +1370,16 @@ def tensors_in(x) -> list[Tensor]:
 #
 # The other two divide tokens along an axis of their own, sp, with or without tp, and need transformers' attention interface:
 #
-#     all_to_all   queries, keys and values of all heads for own tokens --> of own heads for all tokens; attention as it is; its
-#                  output back: 4 exchanges, in each of which a rank keeps 1/N. (Ulysses, arXiv:2309.14509, §3.)
+#     all_to_all   queries, keys and values of all heads for own tokens --> of own heads for all tokens; torch's attention; its
+#                  output back. 4 exchanges of (B, S/N, H), of which a rank keeps 1/N, and 4 more in backward. Where ranks outnumber
+#                  heads of keys, these are sent several times. (Ulysses, arXiv:2309.14509, §3.)
 #     ring         queries stay; keys and values go round, N - 1 times one place on, and what the own queries see of them is added
-#                  up: softmax needs each row's sum of exponentials, which is corrected on the way. No rank has all scores of a row,
-#                  nor need N divide heads. Backward sends keys and values round again, and their gradients with them.
-#                  (Ring Attention, arXiv:2310.01889, §3.) Of causal attention later ranks have more to do: no zigzag.
+#                  up. No rank has all scores of a row, nor need N divide heads. Backward sends keys and values round again, and
+#                  their gradients, in fp32 or more, N times. (Ring Attention, arXiv:2310.01889, §3.) Of causal attention later
+#                  ranks have more to do: no zigzag.
 #
-# Refused by name is what else in a block might mix tokens, or depend on weights beside hidden states, as cross attention does.
+# A mask stays whole on each rank, (B, 1, S, S); most causal models need none. Refused by name is what else in a block might mix
+# tokens, or depend on weights beside hidden states, as cross attention does; a hook on a block sees own tokens.
 
 
 class GatherTokens(torch.autograd.Function):
@@ -1389,10 +1424,26 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, ctx.axis, *ctx.back), None, None, None
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, (B, K, ., .) each, in fp32 or more, of whatever precision the factors are."""
+    if a.is_cuda and a.element_size() == 2:
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return a.to(dtype) @ b.to(dtype)
+
+
 class Ring(torch.autograd.Function):
-    """Attention of the own queries (B, K*G, R, D), R of which are real, to all keys (B, K, R, D) and values (B, K, R, E), of which
-    each rank has its own: (B, K*G, R, E). G queries share a key. Kept for backward: these, the output and each row's log of its
-    sum of exponentials; scores are computed again, block by block."""
+    """Attention of the own queries (B, K*G, R, D) to all keys (B, K, ., D) and values (B, K, ., E), of which each rank has those of
+    its own R tokens: (B, K*G, R, E). G queries share a key.
+
+    Softmax divides by a row's sum of exponentials, of which the log, lse, grows block by block, and `out` is corrected:
+
+        new = log(e^lse + sum of e^scores);   out = out * e^(lse - new) + e^(scores - new) V;   lse = new
+
+    Kept for backward are q, k, v, out and lse; a block's shares P = e^(scores - lse) are computed again:
+
+        dV = P^T dOut;   dScores = P * (dOut V^T - delta), delta = sum of dOut * out;   dQ += dScores K;   dK = dScores^T Q
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, ring):
@@ -1413,7 +1464,7 @@ class Ring(torch.autograd.Function):
                 shift = new.masked_fill(new == -torch.inf, 0.0)  # a row that has seen nothing yet
                 shares = (scores - shift).exp_()
                 shares = shares if ring.drop is None else shares * ring.drop(shares, source)
-                out = out * (lse - shift).exp() + shares.to(v.dtype) @ values
+                out = out * (lse - shift).exp() + product(shares.to(v.dtype), values)
                 lse = new
             block = block if last else axis.arrived(passed)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -1426,7 +1477,7 @@ class Ring(torch.autograd.Function):
         (q, k, v, out, lse), ring = ctx.saved_tensors, ctx.ring
         axis, rows, block = ring.axis, ring.rows(q, k), ring.pad(torch.cat([k, v], -1))
         grad = grad.reshape(out.shape)
-        delta = (grad * out).sum(-1, keepdim=True)  # of each row: what softmax's normalization takes from every score
+        delta = (grad * out).sum(-1, keepdim=True)
         shift = lse.masked_fill(lse == -torch.inf, 0.0)
         d_rows, d_passed = torch.zeros(rows.shape, dtype=ring.dtype, device=q.device), None
         for turn in range(axis.world_size):
@@ -1437,14 +1488,14 @@ class Ring(torch.autograd.Function):
             if ring.sees(source):
                 keys, values = ring.unpad(block, source).split([k.shape[-1], v.shape[-1]], -1)
                 shares = (ring.scores(rows, keys, source) - shift).exp_()
-                d_shares, kept = (grad @ values.mT).to(ring.dtype), None if ring.drop is None else ring.drop(shares, source)
+                d_shares, kept = product(grad, values.mT), None if ring.drop is None else ring.drop(shares, source)
                 dropped = shares if kept is None else shares * kept
                 d_shares = d_shares if kept is None else d_shares * kept
                 d_scores = (shares * (d_shares - delta)).to(q.dtype)
-                d_rows += d_scores @ keys
+                d_rows += product(d_scores, keys)
                 real = keys.shape[-2]
-                found[..., :real, : k.shape[-1]] = d_scores.mT @ rows
-                found[..., :real, k.shape[-1] :] = dropped.to(v.dtype).mT @ grad.to(v.dtype)
+                found[..., :real, : k.shape[-1]] = product(d_scores.mT, rows)
+                found[..., :real, k.shape[-1] :] = product(dropped.to(v.dtype).mT, grad)
             found = found if d_passed is None else axis.arrived(d_passed) + found
             # before: this rank has the gradients that it and those before it found for rank `source`.  after: so has the next one,
             # which adds its own; in the end, rank `source`.  sends: their bytes in fp32 or more, N times.
@@ -1459,8 +1510,9 @@ class RingCall:
 
     def __init__(self, tokens: "OwnTokens", length: int, groups: int, mask: Tensor | None, causal: bool, scale: float,
                  dropout: float, q_dtype: torch.dtype):
-        self.axis, self.groups, self.mask, self.causal, self.scale = tokens.axis, groups, mask, causal, scale
-        self.length, self.padded = length, -(-length // tokens.axis.world_size)  # of all tokens, and of a rank's with padding
+        self.axis, self.groups, self.causal, self.scale = tokens.axis, groups, causal, scale
+        self.mask = None if mask is None else mask.expand(-1, -1, length, length)
+        self.length, self.per_rank = length, -(-length // tokens.axis.world_size)  # all tokens; a rank's with padding
         self.dtype = torch.promote_types(q_dtype, torch.float32)
         self.drop = None
         if dropout:  # the seed is drawn where dropout differs between ranks anyway, and checkpointing sets it back
@@ -1475,10 +1527,10 @@ class RingCall:
 
     def place(self, rank: int) -> slice:
         """The tokens that a rank has."""
-        return slice(min(rank * self.padded, self.length), min((rank + 1) * self.padded, self.length))
+        return slice(min(rank * self.per_rank, self.length), min((rank + 1) * self.per_rank, self.length))
 
     def pad(self, x: Tensor) -> Tensor:
-        return nn.functional.pad(x, (0, 0, 0, self.padded - x.shape[-2]))
+        return nn.functional.pad(x, (0, 0, 0, self.per_rank - x.shape[-2]))
 
     def unpad(self, x: Tensor, rank: int) -> Tensor:
         return x[..., : self.place(rank).stop - self.place(rank).start, :]
@@ -1493,7 +1545,7 @@ class RingCall:
 
     def scores(self, rows: Tensor, keys: Tensor, source: int) -> Tensor:
         """(B, K, G*R, R') of the own queries and R' keys of another rank; -inf where the mask says so."""
-        scores = (rows @ keys.mT).to(self.dtype)
+        scores = product(rows, keys.mT)
         here, there = self.place(self.axis.rank), self.place(source)
         by_group = scores.unflatten(2, (self.groups, here.stop - here.start))
         if self.causal and source == self.axis.rank:
@@ -1514,11 +1566,26 @@ class Tokens:
         self.lengths: set[int] = set()  # of forwards whose backward is still to come, for activation checkpointing
         self.proven = False  # has a forward come to its end?
         self.inside = False  # between the first and the last of the own blocks
+        self.in_block, self.last = False, -1  # in one of them; the number of the last that was called
+        self.gathered = False  # split_gather, in a block: in attention or MLP, which read all tokens
+        self.attended = True  # all_to_all, ring: has the block called `attend`?
         self.generators = {torch.default_generator, default_generator(axis.device)}
-        self._saved: list | None = None  # states of the generators outside of the blocks
+        self._saved: list | None = None  # states of the generators outside of a block
 
     def __deepcopy__(self, memo):
         return self  # a copy of the model is divided in the same way
+
+    def come_to(self, index: int) -> None:
+        """Forward comes to a block. Tokens are divided before the first and whole again behind the last."""
+        if not self.computing_again():
+            if index != self.last + 1:
+                raise RuntimeError(f"forward comes to block {index} where block {self.last + 1} was to follow; tokens are divided "
+                                   "from the first block to the last (no layerdrop, no block used twice): use sp_mode=None")
+            self.last = index
+
+    def computing_again(self) -> bool:
+        """Is this checkpointing's second forward?"""
+        return (engine := self.axis.engine()) is not None and engine._in_backward
 
     def begin(self, whole: Tensor) -> None:
         """A forward comes to the first block with hidden states (B, S, H)."""
@@ -1530,16 +1597,18 @@ class Tokens:
             self.lengths.add(self.length)
 
     def now(self) -> int:
-        if (engine := self.axis.engine()) is None or not engine._in_backward:
+        """The length of this forward, or of the one that is computed again."""
+        if not self.computing_again():
             return self.length
-        if len(self.lengths) != 1:  # checkpointing computes a forward again: which one?
+        if len(self.lengths) > 1:
             raise RuntimeError("activation checkpointing with divided tokens needs backward after each forward, or forwards of one "
                                f"length; since the last one there were lengths {sorted(self.lengths)}")
-        return next(iter(self.lengths))
+        return next(iter(self.lengths), self.length)
 
     def enter_block(self, training: bool) -> None:
-        """The own blocks: dropout must differ between ranks, whose tokens do. The seed is drawn in step."""
-        self.inside = True
+        """In a block dropout must differ between ranks, whose tokens do. The seed is drawn in step, from numbers that checkpointing
+        sets back."""
+        self.inside, self.in_block, self.gathered = not self.computing_again(), True, False
         if training and self._saved is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
             self._saved = [(generator, generator.get_state()) for generator in self.generators]
@@ -1550,25 +1619,30 @@ class Tokens:
         """What a block is given beside hidden states."""
         return args, kwargs
 
-    def leave_block(self, block: nn.Module) -> None:
-        pass
-
-    def leave_blocks(self) -> None:
-        self.inside = False
+    def leave_block(self) -> None:
+        self.in_block = self.gathered = False
         for generator, state in self._saved or ():
             generator.set_state(state)
         self._saved = None
+
+    def leave_blocks(self) -> None:
+        self.leave_block()
+        self.inside, self.last = False, -1
 
     def explain(self, model: nn.Module, error: BaseException) -> None:
         """Forward has ended with an error. If it is the first one, the model may not fit: RuntimeError that says so, too."""
         if isinstance(error, StageEnd):
             self.proven = True
-        elif not self.proven and isinstance(error, (RuntimeError, IndexError)) and not re.search("use (tp=1|sp_mode)", str(error)):
+        elif isinstance(error, (torch.OutOfMemoryError, dist.DistError)) or re.search("use (tp=1|sp_mode)|gloo|NCCL", str(error)):
+            return
+        elif not self.proven and isinstance(error, (RuntimeError, IndexError)):
             raise RuntimeError(f"{type(model).__name__}'s first forward with divided tokens failed: {error}. If it works without "
                                "them, its blocks do with shapes what tokens do not allow: use sp_mode=None") from error
 
     def padded(self, x: Tensor, dim: int = 1) -> Tensor:
-        return nn.functional.pad(x, (0, 0) * (x.ndim - 1 - dim % x.ndim) + (0, -self.now() % self.axis.world_size))
+        """With the last token once more, as often as needed: zeros are nothing that every norm can divide by."""
+        more = -self.now() % self.axis.world_size
+        return torch.cat([x, *[x.narrow(dim, -1, 1).detach()] * more], dim) if more else x
 
     def part(self, x: Tensor) -> Tensor:
         """(B, S, H), whole on all ranks -> the own tokens (B, ceil(S/N), H)."""
@@ -1581,16 +1655,6 @@ class Tokens:
 
 class SplitGather(Tokens):
     """Tokens that the ranks of a tp axis divide where they do not divide heads or hidden units."""
-
-    gathered = False  # in a block, in attention or MLP, which read all tokens
-
-    def enter_block(self, training: bool) -> None:
-        self.gathered = False
-        super().enter_block(training)
-
-    def leave_blocks(self) -> None:
-        self.gathered = False
-        super().leave_blocks()
 
     def by_rows(self, x: Tensor, length: int) -> Tensor:
         """(B, length, K), also of what a model has flattened to (B * length, K), as OPT does before its MLP."""
@@ -1624,7 +1688,7 @@ class OwnTokens(Tokens):
 
     def __init__(self, axis: Axis, mode: str):
         super().__init__(axis)
-        self.mode, self.attended = mode, False  # has the block that is running called `attend`?
+        self.mode = mode
 
     def install(self, model: nn.Module, blocks: str, changes: list) -> None:
         """Let the attention of the blocks go through `attend`; masks stay whole, as for torch's attention."""
@@ -1632,14 +1696,10 @@ class OwnTokens(Tokens):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         ALL_ATTENTION_FUNCTIONS.register("own_tokens", attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register("own_tokens", sdpa_mask)
-        configs = []
         for module in model.get_submodule(blocks).modules():
             mark(changes, module, _own_tokens=self)
-            if hasattr(config := getattr(module, "config", None), "_attn_implementation") and config not in configs:
-                configs.append(config)
-        for config in configs:
-            changes.append((config, "_attn_implementation", config._attn_implementation))
-            config._attn_implementation = "own_tokens"
+            if hasattr(config := getattr(module, "config", None), "_attn_implementation"):
+                config._attn_implementation = "own_tokens"
 
     def beside(self, block: nn.Module, args: tuple, kwargs: dict, first: str | None) -> tuple[tuple, dict]:
         """Positions of the own tokens; masks are for all of them. RuntimeError for what else has tokens."""
@@ -1655,7 +1715,8 @@ class OwnTokens(Tokens):
             return type(x)(self._own(name, y, block) for y in x)
         if not isinstance(x, Tensor) or x.ndim == 0 or "mask" in name and "encoder" not in name:
             return x
-        dim = -2 if (x.is_floating_point() or x.is_complex()) and x.ndim > 1 else -1  # rotations (.., S, D), or numbers (.., S)
+        # Rotations, as cosines (B, S, D), or numbers, as position_ids (B, S).
+        dim = -2 if (x.is_floating_point() or x.is_complex()) and x.ndim > 1 else -1
         if name.startswith(("position_ids", "position_embeddings", "cache_position")) and x.shape[dim] == self.length:
             return self.axis.part(self.padded(x, dim), dim)
         if "encoder" in name or self.length in x.shape:
@@ -1663,17 +1724,23 @@ class OwnTokens(Tokens):
                                "known how its tokens are to be divided: use sp_mode split_gather or None")
         return x
 
-    def leave_block(self, block: nn.Module) -> None:
-        if not self.attended:
-            raise RuntimeError(f"{own_name(block)} did not call transformers' attention interface, which {self.mode} needs: use "
-                               "sp_mode split_gather or None")
+    def check(self, module: nn.Module, own: "set[nn.Parameter]", name) -> None:
+        """A module's forward begins: weights of the blocks meet own tokens, others all tokens, or their gradients are not whole."""
+        if torch.is_grad_enabled() and not self.computing_again():
+            for p in module._parameters.values():
+                if p is not None and p.requires_grad and (not self.in_block if p in own else self.inside):
+                    where, seen = ("outside of", "all") if p in own else ("between", "its own")
+                    raise RuntimeError(f"{name(module)} is run {where} the blocks, where a rank has {seen} tokens, other than its "
+                                       "place in the model says (layerdrop?): use sp_mode=None")
 
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, causal: bool
                ) -> Tensor:
         """Own tokens' queries (B, H, s, D), keys (B, K, s, D) and values (B, K, s, E) -> (B, s, H, E); mask (B, 1 or H, S, S)."""
         self.attended, n, length = True, self.axis.world_size, self.now()
-        if not len({x.shape[2] for x in (q, k, v)} | {-(-length // n)}) == 1:
+        if mask is not None and mask.requires_grad and self.mode == "ring":
+            raise RuntimeError("a mask that depends on weights has no gradient on a ring: use sp_mode all_to_all")
+        if len({x.shape[2] for x in (q, k, v)} | {-(-length // n)}) > 1:
             raise RuntimeError(f"attention of {q.shape[2]} queries to {k.shape[2]} keys, where this rank has {-(-length // n)} of "
                                f"{length} tokens: use sp_mode split_gather or None")
         causal, groups = causal and mask is None, q.shape[1] // k.shape[1]
@@ -1682,7 +1749,8 @@ class OwnTokens(Tokens):
             ring = RingCall(self, length, groups, mask, causal, scale, dropout, q.dtype)
             out = Ring.apply(*(ring.unpad(x, self.axis.rank) for x in (q, k, v)), ring)
             return ring.pad(out).transpose(1, 2).contiguous()
-        # Fewer heads of keys and values than ranks, or not equally many for each: some several times.
+        # Fewer heads of keys and values than ranks, or not equally many for each: each of them several times. Of 4 heads and 1 of
+        # keys, groups is 4; between 2 ranks the one is sent twice, and the 2 queries there share it.
         times = next(t for t in range(1, groups + 1) if groups % t == 0 and k.shape[1] * t % n == 0)
         k, v = (x.repeat_interleave(times, 1) if times > 1 else x for x in (k, v))
         q, k, v = (Exchange.apply(x, self.axis, 1, 2)[:, :, :length] for x in (q, k, v))
@@ -1698,10 +1766,27 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     if own is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **options)
-    if given := [name for name in ("softcap", "s_aux", "position_bias", "head_mask") if options.get(name) is not None]:
+    if given := [name for name, value in options.items() if value is not None and name not in HARMLESS]:
         raise RuntimeError(f"attention with {', '.join(given)} is not supported by {own.mode}: use sp_mode split_gather or None")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     return own.attend(query, key, value, attention_mask, dropout, scaling, causal), None
+
+
+# What transformers hands to attention and what torch's attention does not read either: masks already say it.
+HARMLESS = {"sliding_window", "position_ids", "cache_position", "use_cache", "cache", "past_key_values", "output_attentions",
+            "output_hidden_states", "return_dict", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+            "num_items_in_batch", "deterministic", "layer_idx"}
+
+
+def check_mixing(model: nn.Module, blocks: str) -> None:
+    """ValueError for what in blocks is known to look at several tokens, or to treat a sample's tokens alike."""
+    for name, module in model.get_submodule(blocks).named_modules():
+        if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm)):
+            raise ValueError(f"{blocks}.{name} is a {type(module).__name__}, whose statistics are of several tokens: "
+                             "use sp_mode=None")
+    if getattr(getattr(model, "config", None), "drop_path_rate", None):
+        raise ValueError("drop_path_rate drops whole samples, of which a rank has some tokens: use drop_path_rate=0 or "
+                         "sp_mode=None")
 
 
 def check_own_tokens(model: nn.Module, blocks: str, mode: str) -> set[nn.Parameter]:
@@ -1750,20 +1835,21 @@ class Bucket:
 
 
 class Hybrid:
-    """Training of `model` with Adam on a mesh of tp * pp ranks for each copy of it, and as many copies as there are ranks for.
+    """Training of `model` with Adam on a mesh of tp * sp * pp ranks for each copy of it, and as many copies as there are ranks for.
 
     params: None for all parameters, or param groups as any torch optimizer takes them. precision: "fp32" leaves the model as it
     is, "bf16" and "fp16" cast it and keep fp32 masters, fp16 with a dynamic loss scale. max_norm: clip to this global L2
     norm, 0 for off. tp: ranks that share a stage's matrices. pp: ranks that share a copy's blocks. schedule: "1f1b", one stage a
     rank, or "interleaved", `chunks` of them. sp: ranks that share a sample's tokens; sp_mode: how, "all_to_all", for which sp must
-    divide heads, or "ring"; or "split_gather": tp ranks divide tokens where they do not divide heads or hidden units. zero_stage:
-    1, the optimizer is divided between copies, or 0, each has all. plan: module names (* for a number) -> styles; None for the one
-    in PLANS or the one that the model declares.
+    divide a tp rank's heads, or "ring"; or "split_gather": tp ranks divide tokens where they do not divide heads or hidden units.
+    zero_stage: 1, the optimizer is divided between copies, or 0, each has all. plan: module names (* for a number) -> styles; None
+    for the one in PLANS or the one that the model declares.
     bucket_mb: capacity of the buckets in MiB of weights. overlap_gather: False makes `step` wait for the gathered weights.
     device: where a model that was built on `meta` shall live; by default the current GPU, else the CPU; weights come from `load`.
     compile: torch.compile each block (`blocks_of`) after the first step; forward then waits for all weights before it begins.
     initial_scale, growth_interval, min_scale, max_scale: of fp16's loss scale, see LossScale.
-    Parameters, buffers and, along tp, random numbers are those of the first rank, so models may be built with different seeds.
+    Parameters, buffers and, along tp and sp, random numbers are those of the first rank, so models may be built with different
+    seeds; who seeds later does so alike on the ranks of a copy.
     axes: the mesh by name, each with its rank and world_size; dp, pp, sp and tp are members, too.
     Raises ValueError where ranks bring different models, for sizes that do not divide, or an argument that is wrong.
     """
@@ -1827,10 +1913,12 @@ class Hybrid:
             raise ValueError(f"{type(model).__name__} has no plan, so tp, pp and sp must be 1; there are plans for "
                              f"{', '.join(PLANS)} and for the models of transformers whose config declares one, or give "
                              "plan={name: style}")
-        if tp * pp * sp > 1:
-            check_plan(model, plan, tp, sp if sp_mode == "all_to_all" else 1)
         blocks = block_list(model, plan)[0] if pp > 1 or sp_mode else ""
         self._own_tokens = check_own_tokens(model, blocks, sp_mode) if sp > 1 else set()
+        if sp_mode:
+            check_mixing(model, blocks)
+        if tp * pp * sp > 1:
+            check_plan(model, plan, tp, sp if sp_mode == "all_to_all" else 1)
         if pp > 1:
             if names := [n for n, _ in model.named_buffers() if n.rpartition(".")[2].startswith("running_")]:
                 raise ValueError(f"running statistics are not supported with pp > 1: {', '.join(names[:3])}")
@@ -1881,6 +1969,8 @@ class Hybrid:
                 self._tensor_parallel.tokens = tokens
                 tokens_hooks = [model.get_submodule(name).register_forward_pre_hook(tokens.before_gathering, with_kwargs=True)
                                 for name in gathering_modules(layouts[1], blocks)]
+        if pp > 1 or sp > 1 or compile:
+            own_configs(model, self.changes)
         if sp > 1:
             tokens.install(model, blocks, self.changes)
         self._same_random_numbers()
@@ -1888,12 +1978,6 @@ class Hybrid:
             for _, p in self._frozen:
                 p.data = p.data if p in self._absent else p.data.clone(memory_format=torch.contiguous_format)
         fuse_norms(model, self.changes)
-        config = getattr(model, "config", None)
-        if (pp > 1 or sp > 1 or compile) and getattr(config, "use_cache", False):
-            # It would hold keys and values of a rank's own blocks or tokens alone; and for each place in it a block would be
-            # compiled anew.
-            self.changes.append((config, "use_cache", True))
-            config.use_cache = False
         # Who else has a parameter: by size, neighbours on the tp axis; by coordinates on the pp axis, the stages that use it.
         self._holders = {1: Axis(self, "tp"), tp: self.tp}
         for size in sorted({layout.holders for layout in self.layouts.values()} - self._holders.keys()):
@@ -2146,15 +2230,23 @@ class Hybrid:
         try:
             output = self._model(*cast(args, self.half), **cast(kwargs, self.half))
         except BaseException as error:
-            if self._tensor_parallel is not None:
-                self._tensor_parallel.leave()  # random numbers of the divided part end with it
+            self._leave_divided()
             if self._tokens:
-                self._tokens.leave_blocks()
                 self._tokens.explain(self._model, error)
             raise
+        if self._tokens and self._tokens.inside:
+            raise RuntimeError(f"forward has ended after block {self._tokens.last}, where tokens are still divided (layerdrop?): "
+                               "use sp_mode=None")
         if self._tokens:
             self._tokens.proven = True
         return output
+
+    def _leave_divided(self) -> None:
+        """Random numbers of what is divided end; those of heads and hidden units lie inside those of tokens."""
+        if self._tensor_parallel is not None:
+            self._tensor_parallel.leave()
+        if self._tokens:
+            self._tokens.leave_blocks()
 
     def wait_for_weights(self) -> None:
         """Wait for every weight that the last `step` updated: under NCCL the current stream does, under gloo this thread."""
@@ -2166,6 +2258,8 @@ class Hybrid:
         """A module's forward begins: its own parameters must be there, even if it hands them to code that torch does not see."""
         if self._tensor_parallel is not None:
             self._tensor_parallel.check(module)
+        if self._own_tokens:
+            self._tokens.check(module, self._own_tokens, self._name_and_class)
         if self.pipeline is not None and (elsewhere := module.__dict__.get("_elsewhere")):
             self.pipeline.check_present(*elsewhere)
         if torch.compiler.is_compiling():
@@ -2174,6 +2268,9 @@ class Hybrid:
             for p in module._parameters.values():
                 if isinstance(p, Pending):
                     p.wait()
+
+    def _name_and_class(self, module: nn.Module) -> str:
+        return f"{next((n for n, m in self._model.named_modules() if m is module), '')} ({type(module).__name__})"
 
     def _refuse(self, options) -> None:
         """No weights; or options of which a rank could give those of its own heads or blocks alone."""
@@ -2190,10 +2287,7 @@ class Hybrid:
 
     def _before_model(self, options) -> None:
         self._refuse(options)
-        if self._tokens:
-            self._tokens.leave_blocks()
-        if self._tensor_parallel is not None:
-            self._tensor_parallel.leave()  # an exception may have left the last forward in what is divided
+        self._leave_divided()  # where an exception may have left the last forward
         if self._asks_nobody:
             self.wait_for_weights()
 
@@ -2329,8 +2423,7 @@ class Hybrid:
                     bucket.summing.wait()
             for bucket in self.buckets:
                 bucket.summing = None
-            if self._tensor_parallel is not None:
-                self._tensor_parallel.leave()
+            self._leave_divided()
             if self.pipeline:
                 self.pipeline.forget()
             self.zero_grad()
@@ -2565,6 +2658,8 @@ class Hybrid:
             p.grad = None
         self.optimizer.present[:] = bytes(len(self.params))
         self._reduced = False
+        if self._tokens:
+            self._tokens.lengths.clear()
 
     # ---- 4. gather ---------------------------------------------------------------------------------------------------
 
@@ -3880,7 +3975,8 @@ def explain_failure(store: dist.Store, rank: int, size: int, error: Exception) -
 
 def demonstration(device: torch.device) -> None:
     """A small Llama divided between all ranks: its matrices (tp), its blocks (pp), its tokens (sp). Each trains three steps in
-    float64 beside one process, then in bf16. Prints the mesh, who owns what, and what is held and sent beside the formulas of the docstring."""
+    float64 beside one process, then in bf16. Prints the mesh, who owns what, and what is held and sent beside the docstring's
+    formulas."""
     from transformers import LlamaConfig, LlamaForCausalLM
     rank, n, width, batch, length, micro_batches = dist.get_rank(), dist.get_world_size(), 128, 8, 32, 4
     layers = 2 * n

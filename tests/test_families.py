@@ -94,7 +94,7 @@ MODELS = {  # where a config class does not lead to its model
 
 PARTS = 6  # of the sweep
 UNNAMED, VOCABULARY = "has weights that the plan does not name", "divides no linear but the head"
-AGAIN, LISTS = "more than once", "pipelines need one list of blocks"
+AGAIN, LISTS = "more than once", "pipelines and divided tokens need one list of blocks"
 OTHER_STAGE, BESIDE = "but forward reads it on stage", "beside hidden states that depend on weights"
 REFUSED = {  # axis -> config class -> words of the reason; all others are right
     "tp": {
@@ -126,8 +126,8 @@ REFUSED["ring"] = REFUSED["all_to_all"] = {
     **dict.fromkeys(("GptOssConfig", "Lfm3Config", "MuseSparkTextConfig"), "is no linear's"),
     **dict.fromkeys(("HrmTextConfig", "MuseGlimmerConfig", "MuseSparkConfig"), LISTS),
     **dict.fromkeys(("DogeConfig", "Ernie4_5_VLMoeVisionConfig", "Ernie4_5_VL_MoeVisionConfig", "Gemma3nTextConfig",
-                     "Gemma4UnifiedTextConfig", "HiggsAudioV2Config", "MuseGlimmerAssistantConfig", "MuseGlimmerVisionConfig"),
-                    "sp_mode=None"),
+                     "Gemma4UnifiedTextConfig", "HiggsAudioV2Config", "MuseGlimmerAssistantConfig", "MuseGlimmerVisionConfig",
+                     "DoryConfig"), "sp_mode=None"),
 }
 BROKEN = {"Llama4Config": "image_outputs"}  # config class -> words of the error that the model's own forward ends with
 

@@ -271,7 +271,7 @@ def refusals():
         built(zero_stage=2)
     with raises(ValueError, "settings"):
         built(zero_stage=dist.get_rank())
-    with raises(NotImplementedError, "sp"):
+    with raises(ValueError, "sp=2", "sp_mode None"):
         built(tp=1, sp=2)
     import transformers as hf
     config = hf.Qwen3MoeConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,

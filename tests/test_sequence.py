@@ -5,6 +5,7 @@ Compared as in test_hybrid.py: one process in float64 at 1e-10, every rank's own
 neither 2 nor 4 ranks divide, or of 33, with right-hand padding. Two to four CPU ranks; about 40 s.
 """
 import copy
+import functools
 import types
 
 import pytest
@@ -15,8 +16,9 @@ from test_contract import close
 from test_hybrid import batch_of, beside_one_process, build, own_loss, plain_norms
 from test_pipeline import beside_one_process as stages_beside_one_process
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from hybrid import Axis, Hybrid, Ring, RingCall
+from hybrid import Axis, Hybrid, Ring, RingCall, attend
 
 DIVIDED = dict(sp_mode="split_gather")
 ALL_TO_ALL, RING = (dict(sp=2, sp_mode=mode) for mode in ("all_to_all", "ring"))
@@ -40,6 +42,7 @@ def four_ranks():
     beside_one_process(["gpt2"], 1, zero_stage=0, **RING)
     stages_beside_one_process(["bert-classes"], pp=2, schedule="interleaved", **RING)
     beside_one_process(["llama-mqa"], 2, **RING)
+    exceptions_in_divided_heads()
 
 
 def long_rows(kinds, sp, **config):
@@ -429,6 +432,172 @@ def refusals_of_own_tokens():
     Hybrid(llama, precision="fp32")
     assert (before, llama.config._attn_implementation) == ("own_tokens", "sdpa"), "another engine finds the model as it was"
     llama(**batch)
+
+
+# ---- what was found by attacking it -------------------------------------------------------------------------------------------
+
+
+class Backwards(nn.ModuleList):
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        return list(found)[::-1] if isinstance(index, slice) else found
+
+
+class UnitNorm(nn.Module):
+    """Without eps: zeros would give NaN."""
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+def gradients_equal(model, batch, **knobs):
+    plain = plain_norms(copy.deepcopy(model))
+    own_loss(plain(**batch), batch).backward()
+    engine = Hybrid(model, precision="fp32", **knobs)
+    engine.forward_backward(batch, 1, own_loss)
+    for name, p in plain.named_parameters():
+        close(engine.full_grad(name), p.grad)
+    return engine
+
+
+def odd_models(knobs):
+    batch = batch_of("llama", 4, 0)
+    skipping = build("opt", num_hidden_layers=4, layerdrop=0.4)
+    engine, skipped = Hybrid(skipping, precision="fp32", **knobs), 0
+    for seed in range(12):  # each forward ends well, or skips on all ranks and says so
+        torch.manual_seed(seed)
+        try:
+            engine.forward_backward(batch_of("opt", 4, 0), 1, own_loss)
+        except RuntimeError as error:
+            assert "layerdrop" in f"{error}", error
+            skipped += 1
+        states = [None] * 2
+        dist.all_gather_object(states, (skipped, torch.get_rng_state().tolist()))
+        assert states[0] == states[1]
+    assert 0 < skipped
+    backwards = build("llama")
+    backwards.model.layers.__class__ = Backwards
+    with raises(RuntimeError, "block 1 where block 0", "sp_mode=None"):
+        Hybrid(backwards, precision="fp32", **knobs).forward_backward(batch, 1, own_loss)
+    normed = build("llama")
+    normed.model.layers[1].extra = nn.BatchNorm1d(16).double()
+    with raises(ValueError, "layers.1.extra", "BatchNorm1d"):
+        Hybrid(normed, precision="fp32", **knobs)
+    dropping = build("llama")
+    dropping.config.drop_path_rate = 0.1
+    with raises(ValueError, "drop_path_rate"):
+        Hybrid(dropping, precision="fp32", **knobs)
+    unit = build("llama")
+    for layer in unit.model.layers:
+        layer.input_layernorm = UnitNorm()
+    gradients_equal(unit, batch, **knobs)
+    between = build("llama")
+    between.between = nn.LayerNorm(16).double()
+    between.model.layers[0].register_forward_hook(lambda layer, args, out: between.between(out))
+    with raises(RuntimeError, "between (LayerNorm)", "its own tokens"):
+        Hybrid(between, precision="fp32", **knobs).forward_backward(batch, 1, own_loss)
+    outside = build("llama")
+    outside.model.norm.register_forward_hook(lambda norm, args, out: outside.model.layers[0].mlp(out))
+    with raises(RuntimeError, "layers.0.mlp", "outside of"):
+        Hybrid(outside, precision="fp32", **knobs).forward_backward(batch, 1, own_loss)
+
+
+def checkpointing_around_blocks(knobs):
+    """A user's own, with dropout: the same masks again, and random numbers in step afterwards."""
+    grads = []
+    for again in (False, True):
+        model = build("gpt2", attn_pdrop=0.3, resid_pdrop=0.3)
+        engine = Hybrid(model, precision="fp32", **knobs)
+        if again:
+            model.transformer.h.__class__ = Checkpointed
+        torch.manual_seed(4)
+        engine.forward_backward(batch_of("gpt2", 2, 0), 1, own_loss)
+        grads.append({name: engine.full_grad(name) for name, _ in engine.named_parameters()})
+        states = [None] * 2
+        dist.all_gather_object(states, torch.get_rng_state())
+        assert torch.equal(*states)
+    for name, grad in grads[0].items():
+        close(grads[1][name], grad)
+
+
+class Checkpointed(nn.ModuleList):
+    """Its blocks are called through torch's checkpoint."""
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        return [functools.partial(checkpoint, block, use_reentrant=False) for block in found] if isinstance(index, slice) else found
+
+    def __iter__(self):
+        return iter([functools.partial(checkpoint, block, use_reentrant=False) for block in super().__iter__()])
+
+
+def odd_inputs(knobs):
+    batch = batch_of("llama", 4, 0)
+    keys = dict(batch, attention_mask=batch["attention_mask"].bool()[:, None, None])
+    gradients_equal(build("bert", attn_implementation="sdpa"), keys | dict(labels=batch["labels"]), **knobs)  # (B, 1, 1, S)
+    learned, slope = build("llama"), nn.Parameter(torch.ones((), dtype=torch.float64))
+    learned.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda m, args, kwargs: (args, kwargs | dict(attention_mask=slope * torch.zeros(4, 1, 7, 7).double())), with_kwargs=True)
+    engine = Hybrid(learned, precision="fp32", **knobs)
+    if knobs["sp_mode"] == "ring":
+        with raises(RuntimeError, "depends on weights", "all_to_all"):
+            engine.forward_backward(batch, 1, own_loss)
+    else:
+        engine.forward_backward(batch, 1, own_loss)
+    with raises(RuntimeError, "sinks", knobs["sp_mode"]):
+        attend(learned.model.layers[0].self_attn, *[torch.zeros(1, 2, 4, 4)] * 3, None, sinks=torch.zeros(2), sliding_window=3)
+    engine = Hybrid(build("llama"), precision="fp32", **knobs)
+    engine.module.gradient_checkpointing_enable(dict(use_reentrant=False))
+    engine(**batch_of("llama", 4, 0, length=5))  # whose backward never comes
+    engine.zero_grad()
+    engine.backward(own_loss(engine(**batch), batch))
+    engine.module.model.norm.register_forward_pre_hook(out_of_memory)
+    fresh = Hybrid(build("llama"), precision="fp32", **knobs)
+    fresh.module.model.norm.register_forward_pre_hook(out_of_memory)
+    with raises(torch.OutOfMemoryError, "no room"):
+        fresh.forward_backward(batch, 1, own_loss)
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("no room")
+
+
+def shared_configs(knobs):
+    """Another model with the same config is as it was; separate configs that are equal are all changed."""
+    first, batch = build("llama"), batch_of("llama", 4, 0)
+    second = type(first)(first.config).double()
+    engines = [Hybrid(m, precision="fp32", **knobs) for m in (first, second)]
+    engines[0] = Hybrid(first, precision="fp32")
+    for engine in engines:
+        engine.forward_backward(batch, 1, own_loss)
+        engine.step()
+    Hybrid(second, precision="fp32")
+    assert first.config is second.config and (first.config._attn_implementation, first.config.use_cache) == ("sdpa", True)
+    separate = build("llama")
+    for layer in separate.model.layers:
+        layer.self_attn.config = copy.deepcopy(separate.config)
+    gradients_equal(separate, batch, **knobs)
+
+
+def exceptions_in_divided_heads():
+    """tp and sp: after an exception between a column and a row linear, in the model itself, random numbers are in step again."""
+    for mode in ("all_to_all", "ring"):
+        model = build("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)
+        engine, batch = Hybrid(model, precision="fp32", tp=2, sp=2, sp_mode=mode), batch_of("gpt2", 4, 0)
+        handle = model.transformer.h[1].mlp.act.register_forward_pre_hook(out_of_memory)
+        with raises(torch.OutOfMemoryError, "no room"):
+            model(**batch)
+        handle.remove()
+        engine.forward_backward(batch, 1, own_loss)
+        states = [None] * 4
+        dist.all_gather_object(states, torch.get_rng_state())
+        assert all(torch.equal(states[0], state) for state in states)
+
+
+@pytest.mark.parametrize("case", [odd_models, odd_inputs, checkpointing_around_blocks, shared_configs])
+def test_attacks(pool, case):
+    for knobs in (ALL_TO_ALL, RING):
+        pool.run(2, case, knobs)
 
 
 def resumes_in_other_modes(folder):
