@@ -55,6 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train_glue import (
+    Graph,
     Parser,
     Stop,
     accuracy,
@@ -121,6 +122,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.stem = args.stem or ("imagenet" if args.model == "resnet18" else None)
     if args.eval and args.resume:
         raise Stop("--resume goes on with training and --eval does not train: give one of them")
+    if args.eval and args.graph:
+        raise Stop("--graph is for training steps and --eval takes none: give one of them")
     if args.epoch and not args.eval:
         raise Stop("-e is the epoch of --eval; to go on with training give -r")
     if args.data not in ("auto", "builtin") and layout(args.data) is None:
@@ -539,6 +542,7 @@ def train(args, engine_class, knobs: dict, model, data, settings: dict, data_ran
     if args.resume:  # weights, moments, running statistics, loss scale, learning rates and, on as many ranks, random numbers
         done = engine.load(str(args.checkpoint / f"optimizer_{args.resume}"), scheduler=scheduler)["epoch"]
     steps, seconds, train_loss, found = examples // batch_size, 0.0, None, None
+    graph = Graph(args.mode) if args.graph else None
     if done < args.epochs:
         say(f"mode {args.mode}, {args.precision}, {dist.get_world_size()} ranks on {device.type} | epochs {done + 1} to "
             f"{args.epochs}, {steps} steps of {batch_size} images each, lr {scheduler.get_last_lr()[0]:g}", flush=True)
@@ -548,7 +552,8 @@ def train(args, engine_class, knobs: dict, model, data, settings: dict, data_ran
     for epoch in range(done, args.epochs):
         start = time.perf_counter()
         batches = training_batches(data["train"], batch_size, args.seed, epoch, data_rank, data_ranks)
-        train_loss = train_steps(engine, batches, steps, args.micro_batches, device, f"epoch {epoch + 1}/{args.epochs}", loss_fn)
+        train_loss = train_steps(engine, batches, steps, args.micro_batches, device, f"epoch {epoch + 1}/{args.epochs}", loss_fn,
+                                 graph=graph)
         scheduler.step()
         seconds += time.perf_counter() - start
         if epoch + 1 == args.epochs or args.interval and (epoch + 1) % args.interval == 0:

@@ -142,6 +142,7 @@ def strategy_options(p: Parser, seeds: str) -> None:
     p.add_argument("--sp", type=int, help="sequence-parallel ranks, for modes that have them; default 1")
     p.add_argument("--zero_stage", type=int, choices=[0, 1], help="mode hybrid: 1 divides the optimizer between copies; default 1")
     p.add_argument("--offload", action="store_true", help="optimizer in host memory, for modes that can; default off")
+    p.add_argument("--graph", action="store_true", help="each training step as one CUDA graph, for modes that can; default off")
     p.add_argument("--engine", nargs="+", default=[], metavar="KEY=VALUE", help="other arguments of the mode's class")
 
 
@@ -633,10 +634,12 @@ def encode(tokenizer, texts, labels, task: Task, max_length: int) -> dict[str, t
     return split
 
 
-def batch_of(split: dict[str, torch.Tensor], rows: np.ndarray, device) -> dict[str, torch.Tensor]:
-    """The given rows, cut to the longest of them rounded up to PAD_MULTIPLE: (rows, length) int64, labels (rows,)."""
+def batch_of(split: dict[str, torch.Tensor], rows: np.ndarray, device, whole: bool = False) -> dict[str, torch.Tensor]:
+    """The given rows, cut to the longest of them rounded up to PAD_MULTIPLE or, for a CUDA graph, `whole`: (rows, length) int64,
+    labels (rows,)."""
     rows = torch.from_numpy(rows)
-    longest = int(split["attention_mask"][rows].sum(1).max())
+    mask = split["attention_mask"]
+    longest = mask.shape[1] if whole else int(mask[rows].sum(1).max())
     length = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE  # a slice does not go past max_length
     return {name: (column[rows] if name == "labels" else column[rows, :length].long()).to(device, non_blocking=True)
             for name, column in split.items()}
@@ -964,12 +967,13 @@ def run(args, engine_class, knobs: dict, device) -> None:
         left = f"going on with epoch {saved['epoch'] + 1}" if saved["epoch"] < epochs else "nothing to train, only evaluating"
         say(f"{args.resume}: {saved['epoch']} of {epochs} epochs are done, {left}", flush=True)
 
+    graph = Graph(args.mode) if args.graph else None
     train_loss, seconds, trained = saved["train_loss"], 0.0, (epochs - saved["epoch"]) * steps * args.batch_size
     for epoch in range(saved["epoch"], epochs):
         rows = training_rows(examples, args.batch_size, args.seed, epoch, data_rank, data_ranks)
         start = time.perf_counter()
         train_loss = train_epoch(engine, scheduler, data["train"], rows, args.micro_batches, device,
-                                 f"epoch {epoch + 1}/{epochs}")
+                                 f"epoch {epoch + 1}/{epochs}", graph)
         seconds += time.perf_counter() - start
         if args.save:
             engine.save(os.path.join(args.save, "checkpoint"), scheduler=scheduler, epoch=epoch + 1, train_loss=train_loss,
@@ -1000,21 +1004,39 @@ def constant_answers(task: Task, validation: dict[str, np.ndarray]):
         yield f"answering {answer} to every {split} example scores {', '.join(map(' '.join, always.items()))}"
 
 
-def train_epoch(engine, scheduler, split, rows: np.ndarray, micro_batches: int, device, title: str) -> float:
+class Graph:
+    """--graph: every training step of the run replays the one that was captured with its first batch."""
+
+    def __init__(self, mode: str):
+        self.mode, self.step = mode, None
+
+    def __call__(self, engine, batch, micro_batches: int, loss_fn) -> torch.Tensor:
+        if self.step is None:
+            try:
+                self.step = engine.capture(batch, micro_batches, loss_fn)
+            except (NotImplementedError, ValueError) as error:  # not this mode, or not with these options
+                raise Stop(f"--graph: mode {self.mode} cannot here: {error}") from error
+        return self.step(batch)
+
+
+def train_epoch(engine, scheduler, split, rows: np.ndarray, micro_batches: int, device, title: str, graph=None) -> float:
     """One optimizer step for each row of `rows`, and one of the schedule. Returns the mean loss over the epoch."""
-    batches = (batch_of(split, mine, device) for mine in rows)
-    return train_steps(engine, batches, len(rows), micro_batches, device, title, after_step=scheduler.step)
+    batches = (batch_of(split, mine, device, whole=graph is not None) for mine in rows)
+    return train_steps(engine, batches, len(rows), micro_batches, device, title, after_step=scheduler.step, graph=graph)
 
 
 def train_steps(engine, batches, steps: int, micro_batches: int, device, title: str, loss_fn=None,
-                after_step=lambda: None) -> float:
+                after_step=lambda: None, graph: Graph | None = None) -> float:
     """One optimizer step for each batch. Returns the mean loss over the samples of all of them, of all ranks."""
     engine.train()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # read once: no step waits for the device
     with tqdm(batches, title, steps, disable=dist.get_rank() > 0, mininterval=1) as bar:
         for step, batch in enumerate(bar):
-            loss = engine.forward_backward(batch, micro_batches=micro_batches, loss_fn=loss_fn)
-            engine.step()
+            if graph:
+                loss = graph(engine, batch, micro_batches, loss_fn)
+            else:
+                loss = engine.forward_backward(batch, micro_batches=micro_batches, loss_fn=loss_fn)
+                engine.step()
             after_step()
             loss_sum += loss.detach()  # over all ranks already, and every step has as many samples as any other
             if step % 50 == 0 and not bar.disable:
@@ -1039,7 +1061,7 @@ def launch(script: str, argv: list[str] | None, parse, check, run) -> None:
             try:
                 run(args, engine_class, knobs, device)
             except Stop as error:  # all ranks are here: leave the group in good order first
-                stop = error
+                stop = error.with_traceback(None)  # whose frames may hold a CUDA graph, and NCCL does not end before that
             except getattr(module, "CheckpointError", ()) as error:  # raised on all ranks alike: a full disk, a damaged file
                 stop = Stop(str(error), status=1)
     except Stop as error:

@@ -46,7 +46,7 @@ the step, or a C++ extension that is given another module's weight, call `wait_f
 
 All ranks must make the same calls, with the same number of micro-batches. Left out: sparse gradients, complex
 parameters, models spread over several devices (refused by name), and an order of buckets other than that of the parameters
-backwards. Not here yet, and an error that says so: capture.
+backwards.
 
 ZeRO, arXiv:1910.02054 (stages 1 and 2: §5.1, §5.2; traffic §7.2.1); ZeRO-Offload, arXiv:2101.06840 (§4);
 mixed precision with masters: arXiv:1710.03740 §3.1; loss scale §3.2.
@@ -529,7 +529,8 @@ class Zero:
         loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
         self._end_backward()
 
-    def _begin_backward(self) -> None:
+    def _check_model(self) -> None:
+        """Is the model still as it was when the engine was built, and are its weights there?"""
         holder = ENGINES.get(self._model)
         if holder is None or holder() != self._let_go:
             raise RuntimeError("another engine has taken this model over: use that one")
@@ -538,6 +539,9 @@ class Zero:
                 raise RuntimeError(f"{name} was frozen when the engine was built and has no bucket: unfreeze it before")
         self.wait_for_weights()  # of what this forward did not touch
         self._check_not_moved()
+
+    def _begin_backward(self) -> None:
+        self._check_model()
         if self.stage == 2 and not self._accumulates and (self._reduced or not self._sync):
             self._point_at_gradients(accumulate=True)
         if self.stage == 1 and self._reduced:  # a second backward before step adds to the sum, which only its owner holds
@@ -708,7 +712,9 @@ class Zero:
         for flat, work in zip(self._statistics, statistics_works):
             wait(work)
             flat.div_(self.world_size)
-        if not self.overlap_gather:
+        # The streams of a graph join at its end. A gather that the next replay waited for would have to be that graph's first part,
+        # and weights old in between for whoever reads them: so here it is waited for, and hides behind nothing.
+        if not self.overlap_gather or self._stream and torch.cuda.is_current_stream_capturing():
             self.wait_for_weights()
         self.zero_grad()
         self.traffic, self._sent_bytes = self._sent_bytes, {}
@@ -877,8 +883,21 @@ class Zero:
         rest += [(n, b, BUFFER) for n, b in self._model.named_buffers() if n in persistent]
         return [Fragment(n, i, tuple(t.shape), (tuple(slice(0, s) for s in t.shape),), 0, t.numel(), t) for n, t, i in rest]
 
-    def capture(self, batch, micro_batches: int = 1, loss_fn=None):
-        raise NotImplementedError("Zero.capture: CUDA graphs are not in zero.py yet")
+    def capture(self, batch, micro_batches: int = 1, loss_fn=None, weight=None) -> "StepGraph":
+        """A step, `forward_backward` and `step`, as one CUDA graph; arguments as for `forward_backward`. Takes no step. Returns
+        train_step: train_step(batch) copies a batch of the same shapes and dtypes into the graph's own tensors, replays, and
+        returns the loss. A collective, between steps; with GPUs, NCCL, adam_cuda.cu and fp32 masters only.
+
+        Bit for bit the eager step, learning rates and other options being what the groups have by then. Eager steps, evaluation,
+        `save` and `load` may come in between. What Python decides in the model, loss_fn and weight stays as it was; their hooks
+        do not run. The gathers end with the graph, as with overlap_gather=False. Keep no outputs of eager steps: parts of
+        autograd stay with them, on another stream. Let go of train_step before the process group is destroyed: NCCL waits for the
+        end of graphs that use it.
+        Raises ValueError or RuntimeError, and nothing has changed, where the step waits for the device or draws random numbers on
+        the host, a batch does not fit, or gradients have accumulated."""
+        if self.offload:
+            raise ValueError("Zero.capture: with offload=True the CPU runs Adam and waits for the norm, which no graph can hold")
+        return StepGraph(self, batch, micro_batches, loss_fn, weight)
 
     # ---- collectives of whole tensors, and the count of bytes ----------------------------------------------------------
 
@@ -948,6 +967,148 @@ NO_WEIGHTS_READ |= {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.size, Te
 
 
 # ---- shared blocks: the same text in every strategy file -------------------------------------------------------------
+
+
+# >>> shared block: graph
+class StepGraph:
+    """A training step as one CUDA graph: the host starts hundreds of kernels with one call. `capture` makes it.
+
+    Which kernels run, in which order, on which memory, has been decided once. What changes from step to step is on the device: the
+    batch, the groups' options and which parameters will have a gradient are sent there before each replay; loss scale, skips,
+    step counts and random numbers go on by themselves.
+    """
+
+    def __init__(self, engine, batch, *how):
+        adam, name = engine.optimizer, f"{type(engine).__name__}.capture"
+        backend = dist.get_backend(engine.group) if engine.world_size > 1 else "nccl"
+        if engine.device.type != "cuda":
+            raise ValueError(f"{name}: a CUDA graph needs a GPU, the model is on {engine.device}")
+        if backend != "nccl" and "cuda:nccl" not in backend:
+            raise ValueError(f"{name}: collectives must be NCCL's, those of {backend} wait on the host")
+        if not adam.cuda or adam.calls:
+            raise ValueError(f"{name}: needs adam_cuda.cu and fp32 masters; torch's fused Adam, in other cases, asks the host")
+        self.engine, self.how, self.graph, self.items = engine, how, None, {}
+        self._check()
+        place = lambda x: torch.empty_like(x, device=engine.device).copy_(x.detach()) if isinstance(x, Tensor) else x
+        self.batch = visit(batch, lambda path, x: self.items.setdefault(path, place(x)))
+        self._record()
+
+    def _check(self) -> None:
+        self.engine._check_model()
+        if self.engine._reduced or any(self.engine.optimizer.present) or any(p.grad is not None for p in self.engine.params):
+            raise RuntimeError("there are gradients since the last step, which a graph would not see: call step() or zero_grad()")
+
+    def _run(self) -> Tensor:
+        torch.clear_autocast_cache()  # where the caller has a region of autocast: casts of weights as they once were
+        loss = self.engine.forward_backward(self.batch, *self.how)
+        self.engine._step()
+        torch.clear_autocast_cache()
+        return loss
+
+    def _record(self) -> None:
+        """Two rehearsals, then the capture, which runs nothing. The first builds what is built once (buckets in their final order,
+        NCCL's connections, cuBLAS's memory). In the second, waiting for the device is an error, and a model that asks is told that
+        it is captured: a capture that failed would leave torch's allocator and random numbers in disorder.
+
+        A rehearsal is a step with an infinite loss scale: no gradient is finite, so Adam leaves weights, moments and step counts
+        alone, as after any overflow. What else it changes is put back: loss scale, buffers, random numbers, `traffic`."""
+        engine, adam, scaler, device = self.engine, self.engine.optimizer, self.engine.scaler, self.engine.device
+        torch.cuda.synchronize(device)  # the graph that this one replaces may be at work
+        self.graph = self.loss = None
+        kept, traffic = [(t, t.clone()) for t in (scaler.state, *engine.module.buffers())], engine.traffic
+        drawn = torch.get_rng_state(), random.getstate(), torch.cuda.get_rng_state(device)
+        mode, attempt = torch.cuda.get_sync_debug_mode(), "rehearsal"
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream), warnings.catch_warnings(), \
+                    instead(scaler, raise_if_stuck=lambda: None):
+                warnings.filterwarnings("ignore", "Synchronization debug mode")  # is a prototype
+                torch.cuda.set_sync_debug_mode("default")
+                scaler.state[SCALE] = math.inf
+                self._run()
+                attempt = "dress rehearsal"
+                with instead(torch.cuda, is_current_stream_capturing=lambda: True):
+                    torch.cuda.set_sync_debug_mode("error")
+                    self._run()
+                    torch.cuda.set_sync_debug_mode("default")
+                if not torch.equal(torch.get_rng_state(), drawn[0]) or random.getstate() != drawn[1]:
+                    raise RuntimeError("The model draws random numbers on the host, and a graph would repeat what came of them")
+                attempt, note = "capture", lambda: setattr(self, "present", bytes(adam.present))
+                # thread_local: other threads, a data loader's or NCCL's, may go on calling CUDA
+                with instead(adam, send_hyperparameters=lambda: None, send_presence=note), \
+                        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    self.loss = self._run()
+        except Exception as error:
+            engine.zero_grad()
+            if attempt == "rehearsal":
+                raise  # an eager step would not run, either
+            if attempt == "capture":  # the default generator still counts for a graph, and would refuse to draw outside one
+                torch.cuda.default_generators[device.index].graphsafe_set_state(torch.Generator(device))
+            raise RuntimeError(f"{type(engine).__name__}.capture: this step cannot be a graph, which neither waits for the device "
+                               f"nor asks the host; nothing has changed. {error.__context__ or error}") from error
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            torch.cuda.synchronize(device)
+            for t, value in kept:
+                t.data.copy_(value)
+            torch.set_rng_state(drawn[0])
+            random.setstate(drawn[1])
+            torch.cuda.set_rng_state(drawn[2], device)
+            self.traffic, engine.traffic = engine.traffic, traffic
+        self.graph, self.table, self.training = graph, adam.table, engine.module.training
+
+    def __call__(self, batch) -> Tensor:
+        """One step on a batch like the captured one. Returns its loss."""
+        engine, given, words = self.engine, {}, lambda x: f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
+        visit(batch, given.__setitem__)
+        pairs = {path: (words(given.get(path)), words(self.items.get(path))) for path in {**self.items, **given}}
+        if faults := [f"{path} is {new} instead of {old}" for path, (new, old) in pairs.items() if new != old]:
+            raise ValueError(f"the step was captured for another batch: {', '.join(faults)}; use forward_backward and step here")
+        self._check()
+        if engine.module.training != self.training:
+            raise RuntimeError(f"the step was captured after engine.{'train' if self.training else 'eval'}(): call that first")
+        if self.graph is None or self.table is not engine.optimizer.table:  # `load`, or a step of another kind, has moved tensors
+            self._record()
+        for path, place in self.items.items():
+            if isinstance(place, Tensor):
+                place.copy_(given[path].detach(), non_blocking=True)
+        with instead(engine, _step=self._replay):  # through the optimizer: schedulers see the call, hooks of its `step` run
+            engine.step()
+        return self.loss.clone()  # the next replay writes into `loss`
+
+    def _replay(self) -> None:
+        engine, adam = self.engine, self.engine.optimizer
+        adam.present[:] = self.present
+        adam.send_hyperparameters()
+        adam.send_presence()
+        adam.present[:] = bytes(len(self.present))
+        self.graph.replay()
+        engine.traffic = dict(self.traffic)
+        engine.scaler.raise_if_stuck()
+
+
+def visit(x, leaf, path="batch"):
+    """The same containers with leaf(path, item) in the place of every item."""
+    if isinstance(x, Mapping):
+        return {key: visit(value, leaf, f"{path}[{key!r}]") for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return getattr(type(x), "_make", type(x))([visit(value, leaf, f"{path}[{i}]") for i, value in enumerate(x)])
+    return leaf(path, x)
+
+
+@contextlib.contextmanager
+def instead(thing, **functions):
+    """Inside, `thing` has these functions in the place of its own."""
+    own = {name: vars(thing)[name] for name in functions if name in vars(thing)}
+    vars(thing).update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            del vars(thing)[name]
+        vars(thing).update(own)
+# <<< shared block: graph
 
 
 # >>> shared block: batch

@@ -4,11 +4,13 @@
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --precision bf16 --engines zero2 deepspeed2
     torchrun --standalone --nproc_per_node 2 benchmarks/step.py --work bert --engines "hybrid tp2"
     python benchmarks/step.py --work bert-base --precision bf16 --max-norm 1 --engines "plain torch" fsdp "torch fsdp2"    # a GPU
+    python benchmarks/step.py --work bert-base --precision bf16 --engines ddp "ddp graph" zero2 "zero2 graph"
 
 Every engine trains its own copy of the model. In each round every one of them takes `--block` steps, one after the other, so that a
 machine whose speed drifts slows all of them alike. All see the same samples in a step: the two ranks of a tp group share one batch
 of the rows that both have elsewhere. Bytes are those that rank 0's sockets deliver, per step and parameter of the whole model
-(Linux, CPU ranks). Peak memory (GPUs) is what the engine holds between steps and the most that one of its steps adds. "again" is
+(Linux, CPU ranks). Peak memory (GPUs) is what the engine holds between steps and the most that one of its steps adds; of a row
+"graph", each of whose steps is one CUDA graph, it is only what the engine holds: torch does not count what replays use. "again" is
 torch DDP's same copy a second time in each round: how far its ratio is from 1 says how much of the other ratios is noise. Prints
 one table and, with --json, appends one line per row to a file.
 """
@@ -90,11 +92,15 @@ WORKS = {  # of a device: a model on the CPU, batches by rank, a loss function o
     "bert": bert, "resnet18": resnet18, "bert-base": bert_base, "gpt2-xl": gpt2_xl}
 
 
-def ours(engine_class, **knobs):
+def ours(engine_class, graph=False, **knobs):
     def build(model, loss_fn, precision, max_norm):
-        engine = engine_class(model, lr=1e-4, weight_decay=0.01, precision=precision, max_norm=max_norm, **knobs)
+        engine, captured = engine_class(model, lr=1e-4, weight_decay=0.01, precision=precision, max_norm=max_norm, **knobs), []
 
         def step(batch):
+            if graph and not captured:
+                captured.append(engine.capture(batch, loss_fn=loss_fn))
+            if graph:
+                return captured[0](batch)
             loss = engine.forward_backward(batch, loss_fn=loss_fn)
             engine.step()
             return loss
@@ -197,6 +203,8 @@ def deepspeed(stage):
 
 ENGINES = {
     "ddp": ours(DDP), "zero1": ours(Zero, stage=1), "zero2": ours(Zero, stage=2), "fsdp": ours(FSDP), "hybrid": ours(Hybrid),
+    "ddp graph": ours(DDP, graph=True), "zero1 graph": ours(Zero, graph=True, stage=1),
+    "zero2 graph": ours(Zero, graph=True, stage=2),
     "hybrid tp2": ours(Hybrid, tp=2), "hybrid compiled": ours(Hybrid, compile=True),
     "plain torch": plain_torch, "torch zero": lambda *args: torch_ddp(*args, zero=True), "torch fsdp1": torch_fsdp1,
     "torch fsdp2": torch_fsdp2, "deepspeed1": deepspeed(1), "deepspeed2": deepspeed(2),
@@ -289,7 +297,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", nargs="+", choices=WORKS, default=["bert", "resnet18"], help="models (bert resnet18)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=None, help="beside torch DDP (all of tp=1 that are "
-                        "installed, but plain and compiled ones)")
+                        "installed, but plain and compiled ones and graphs)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of every engine (fp32)")
     parser.add_argument("--max-norm", type=float, default=0.0, help="clip gradients to this global norm (0: off)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per engine (30)")
@@ -299,6 +307,7 @@ def main():
     if args.engines is None:
         installed = importlib.util.find_spec("deepspeed")
         args.engines = [name for name in ENGINES if tp_of(name) == 1 and name not in ("plain torch", "hybrid compiled")
+                        and "graph" not in name
                         and (installed or "deepspeed" not in name)]
     with distributed() as device:
         rows = [row for work in args.work for row in measure(work, args.precision, args, device)]

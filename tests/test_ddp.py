@@ -6,6 +6,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
+import warnings
 
 import pytest
 import test_contract as contract
@@ -15,6 +17,7 @@ from models import Reference, assert_same_on_all_ranks, build, build_engine, cro
 from torch import nn
 
 import ddp
+import zero
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -341,3 +344,62 @@ def test_sync_batch_norm_alone():
         synced(torch.randn(3))
     eval_only = nn.BatchNorm1d(3).eval()
     assert not ddp.sync_batchnorm(eval_only).training
+
+
+def captured(name):
+    """What train_step checks, sends and leaves behind, with a graph that only counts: the rest needs a GPU, see test_gpu.py."""
+    module, model = ddp if name == "ddp" else zero, build("plain", dtype=torch.float32)
+    batch, loss_fn = global_batch("plain", 4, 0, torch.float32)
+    engine = build_engine(name, model, precision="fp32", lr=0.1)
+    adam, replays, step = engine.optimizer, [], object.__new__(module.StepGraph)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda t: 1 / (1 + t))
+    step.engine, step.how, step.items, step.training, adam.table = engine, (1, loss_fn), {}, True, None
+    batch = dict(x=batch[0], more=[batch[1], 7])
+    step.batch = module.visit(batch, lambda path, x: step.items.setdefault(path, x if isinstance(x, int) else x * 0))
+
+    def record():
+        step.graph = types.SimpleNamespace(replay=lambda: replays.append(adam.inputs.clone()))
+        step.table, step.loss = adam.table, loss
+        step.present, step.traffic = bytes([1, 0] * (len(adam.params) // 2)), {"all_reduce": 8}
+
+    loss, step._record, step.graph = torch.tensor(3.0), record, None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for k in (1, 2):
+            assert step(batch) == 3 and step(batch) is not loss and engine.traffic == {"all_reduce": 8} and len(replays) == 2 * k
+            assert not any(adam.present) and replays[-1][0] == adam.param_groups[0]["lr"] == 0.1 / k
+            assert replays[-1][adam.n_hyper :].tolist() == [0] + [1, 0] * (len(adam.params) // 2)
+            assert torch.equal(step.batch["x"], batch["x"]) and step.batch["more"][1] == 7
+            schedule.step()
+    adam.table = object()  # tensors have moved: it is captured again
+    assert step(batch) == 3 and step.table is adam.table
+
+    for other, words in ((dict(batch, x=batch["x"][:3]), "batch['x'] is (3, 7) torch.float32 instead of (4, 7) torch.float32"),
+                         (dict(batch, x=batch["x"].double()), "batch['x'] is (4, 7) torch.float64 instead of"),
+                         (dict(batch, more=[batch["more"][0], 8]), "batch['more'][1] is 8 instead of 7"),
+                         (dict(batch, less=1), "batch['less'] is 1 instead of None"),
+                         (batch["x"], "batch['x'] is None instead of")):
+        with raises(ValueError, words, "forward_backward"):
+            step(other)
+    with raises(RuntimeError, "engine.train()"):
+        engine.eval()
+        step(batch)
+    engine.train()
+    model.layers[0].bias.grad = torch.zeros(13)
+    with raises(RuntimeError, "gradients", "zero_grad()"):
+        step(batch)
+    engine.zero_grad()
+    with engine.no_sync():
+        engine.backward(engine(batch["x"]).sum())
+    with raises(RuntimeError, "gradients", "zero_grad()"):
+        step(batch)
+    engine.zero_grad()
+    assert len(replays) == 5 and step(batch) == 3
+    build_engine(name, model, precision="fp32")
+    with raises(RuntimeError, "another engine"):
+        step(batch)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_captured_step_without_a_gpu(pool, name):
+    pool.run(2, captured, name)

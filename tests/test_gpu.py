@@ -841,3 +841,251 @@ def half_precision_near_fp32(**knobs):
 @stages((2, dict(sp=2, sp_mode="all_to_all")), (2, dict(sp=2, sp_mode="ring")))
 def test_hybrid_tokens_in_half_precision(run, ranks, knobs):
     run(ranks, half_precision_near_fp32, **knobs)
+
+
+# ---- capture: a step as one CUDA graph -----------------------------------------------------------------------------------------
+
+
+class TinyLMHeadModel(nn.Module):
+    """By its name a causal model, so a micro-batch counts its labels that are not -100. With padding, BatchNorm, dropout and a
+    parameter that never has a gradient; `factor` can make the loss infinite, `does` something that no graph can hold."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.embedding, self.up, self.norm = nn.Embedding(53, 16), nn.Linear(16, 24), nn.BatchNorm1d(24)
+        self.head, self.unused, self.dropout, self.does = nn.Linear(24, 53), nn.Linear(3, 3), nn.Dropout(dropout), None
+
+    def forward(self, input_ids, attention_mask, labels, factor):
+        x = self.embedding(input_ids) * attention_mask.unsqueeze(-1)
+        x = self.dropout(torch.tanh(self.up(x + x.roll(1, 1))))
+        logits = self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        if self.does:
+            self.does(logits)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return dict(loss=loss * factor.mean())
+
+
+def padded_batch(step, samples=6, length=9, bad=False):
+    """This rank's. No two pieces have as many labels."""
+    seed = step + 1000 * dist.get_rank()
+    ids, ends = random(samples, length, high=53, seed=seed), 3 + random(samples, 1, high=length - 2, seed=seed + 500)
+    mask = (torch.arange(length) < ends).long()
+    return dict(input_ids=ids, attention_mask=mask, labels=torch.where(mask > 0, ids, -100),
+                factor=torch.full((samples,), float("inf") if bad and dist.get_rank() == 0 else 1.0))
+
+
+def with_schedule(name, precision, dropout=0.1, **knobs):
+    """An engine, and the schedule of its learning rates."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = TinyLMHeadModel(dropout)
+    model = model.to(torch.get_default_device())
+    engine = build_engine(name, model, two_groups(model), precision=precision, max_norm=0.5, lr=0.01, **knobs)
+    return engine, torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda t: 1 / (1 + t % 7))
+
+
+def eager_step(engine, batch, micro_batches):
+    loss = engine.forward_backward(batch, micro_batches)
+    engine.step()
+    return loss
+
+
+def state_of(engine):
+    """All that a step changes, by name; NaN, as a norm may be, as 0."""
+    own = {f"{f.name} {k}": getattr(f, k) for f in engine.fragments for k in ("master", "exp_avg", "exp_avg_sq")}
+    own |= dict(engine.module.state_dict(), steps=engine.optimizer.steps, scale=engine.scaler.state)
+    own |= {f"{kind} random numbers": state for kind, state in random_states(engine.device).items()}
+    return {key: t.nan_to_num().clone() if t.is_floating_point() else t.clone() for key, t in own.items()}
+
+
+def assert_same(found, expected, when=""):
+    assert found.keys() == expected.keys()
+    different = [key for key, t in found.items() if not torch.equal(t, expected[key])]
+    assert not different, (when, different)
+
+
+@contextlib.contextmanager
+def no_wait():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def replays_beside_eager(name, precision, micro_batches):
+    """50 steps with a schedule and two overflows, bit for bit, the loss of each and all that it changes. Deterministic algorithms
+    where there are such; dropout draws from one state of the generator and leaves it alike."""
+    (eager, eager_schedule), (captured, schedule) = (with_schedule(name, precision) for _ in range(2))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            before = state_of(captured)
+            train_step = captured.capture(padded_batch(99), micro_batches)
+            assert_same(state_of(captured), before, "capture")
+            for step in range(50):
+                bad = step in (11, 29)
+                batch = padded_batch(step, bad=bad)
+                torch.manual_seed(step)
+                expected = eager_step(eager, batch, micro_batches)
+                eager_schedule.step()
+                wanted = state_of(eager)
+                torch.manual_seed(step)
+                torch.cuda.synchronize()
+                with no_wait():
+                    loss = train_step(batch)
+                    schedule.step()
+                assert bad or torch.equal(loss, expected), (step, loss, expected)
+                assert_same(state_of(captured), wanted, step)
+                assert captured.skipped or not bad
+                assert captured.traffic == eager.traffic
+        assert captured.skipped_steps >= 2 and captured.optimizer.steps.max() >= 30 and captured.optimizer.steps.min() == 0
+        assert not [w for w in said if "lr_scheduler" in str(w.message)]
+        assert_same_on_all_ranks([p.detach() for p in captured.module.parameters()])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
+
+
+CAPTURED = ("ddp", "zero1", "zero2")
+ranks_to_capture_on = pytest.mark.parametrize("ranks", [n for n in rank_counts() if n < 3])
+captured_engines = pytest.mark.parametrize("name", CAPTURED)
+
+
+@ranks_to_capture_on
+@captured_engines
+@pytest.mark.parametrize("precision, micro_batches", [("fp32", 1), ("bf16", 2), ("fp16", 3)])
+def test_replays_equal_eager_steps(run, name, ranks, precision, micro_batches):
+    run(ranks, replays_beside_eager, name, precision, micro_batches)
+
+
+def between_replays(name, directory):
+    """Two runs, of which one replays, from the same random numbers, which nobody sets in between: steps with fewer micro-batches,
+    evaluation, somebody who reads a weight, `save`, and `load` of that. Then a fresh engine goes on, whose graph is older."""
+    def train(graph):
+        engine, schedule = with_schedule(name, "bf16")
+        torch.manual_seed(7 + dist.get_rank())
+        seen = []
+        train_step = engine.capture(padded_batch(99), 2) if graph else lambda batch: eager_step(engine, batch, 2)
+
+        def steps(engine, train_step, schedule, numbers):
+            for step in numbers:
+                batch = padded_batch(step)
+                seen.append(eager_step(engine, batch, 1) if step % 4 == 2 else train_step(batch))
+                seen.extend((engine.params[step % 5].detach().clone(), engine.grad_norm, engine.scale))
+                schedule.step()
+
+        def loss_in_eval(batch):
+            engine.eval()
+            with torch.no_grad():
+                loss = engine(**batch)["loss"].clone()
+            engine.train()
+            return loss
+
+        steps(engine, train_step, schedule, range(6))
+        seen.append(loss_in_eval(padded_batch(6)))
+        engine.save(directory, schedule=schedule)
+        steps(engine, train_step, schedule, range(6, 12))
+        engine.load(directory, schedule=schedule)
+        steps(engine, train_step, schedule, range(20, 24))
+        other, schedule = with_schedule(name, "bf16")
+        train_step = other.capture(padded_batch(98), 2) if graph else lambda batch: eager_step(other, batch, 2)
+        other.load(directory, schedule=schedule)
+        steps(other, train_step, schedule, range(20, 24))
+        assert_same(state_of(other), state_of(engine), "load")
+        return dict(state_of(engine), **{f"seen {k}": t for k, t in enumerate(seen)})
+
+    replayed = train(graph=True)
+    assert_same(replayed, train(graph=False))
+
+
+@ranks_to_capture_on
+@captured_engines
+def test_what_comes_between_replays(run, name, ranks, tmp_path):
+    run(ranks, between_replays, name, str(tmp_path / "checkpoint"))
+
+
+def transformers_masks(name):
+    """transformers looks whether a mask hides anything, which waits for the device, but not while it is captured."""
+    eager, captured = (build_engine(name, model, two_groups(model), precision="bf16", max_norm=0.5, lr=0.01)
+                       for model in (build("bert", dtype=torch.float32) for _ in range(2)))
+
+    def batch(step):
+        padded = padded_batch(step)
+        return dict(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"], labels=random(6, high=2, seed=step))
+
+    train_step = captured.capture(batch(99))
+    losses = [(train_step(batch(step)), eager_step(eager, batch(step), 1)) for step in range(10)]
+    assert all(torch.equal(loss, expected) for loss, expected in losses), losses
+    assert len({loss.item() for loss, _ in losses}) == 10, "a loss is overwritten by the next"
+    assert_same(state_of(captured), state_of(eager))
+
+
+@captured_engines
+def test_a_model_of_transformers_can_be_captured(run, name):
+    run(1, transformers_masks, name)
+
+
+def refusals_of_capture(name):
+    """Whatever is refused, nothing changes, and the next step, captured or not, is right."""
+    engine, _ = with_schedule(name, "fp16")
+    batch, model = padded_batch(0), engine.module
+    train_step, small = engine.capture(batch), padded_batch(1, samples=4, length=7)
+    engine.capture(small)(small)
+    train_step(batch)
+    before = state_of(engine)
+    for kind, words, act in (
+        (ValueError, ["batch['labels'] is (6,) torch.int64 instead of (6, 9) torch.int64"],
+         lambda: train_step(batch | dict(labels=batch["labels"][:, 0]))),
+        (ValueError, ["input_ids", "torch.int32"], lambda: train_step(batch | dict(input_ids=batch["input_ids"].int()))),
+        (ValueError, ["batch['more'] is 1 instead of None"], lambda: train_step(batch | dict(more=1))),
+    ):
+        with raises(kind, *words):
+            act()
+    engine.eval()
+    with raises(RuntimeError, "engine.train()"):
+        train_step(batch)
+    engine.train()
+    assert_same(state_of(engine), before)
+    with engine.no_sync():
+        engine.backward(engine(**batch)["loss"])
+    drawn = state_of(engine)
+    for act in (lambda: train_step(batch), lambda: engine.capture(batch)):
+        with raises(RuntimeError, "gradients", "zero_grad()"):
+            act()
+    engine.zero_grad()
+    assert_same(state_of(engine), drawn)
+
+    model.does = lambda logits: logits.sum().item()
+    with raises(RuntimeError, "capture", "nothing has changed", "synchronizing"):
+        engine.capture(batch)
+    model.does = lambda logits: torch.rand((), device="cpu")
+    with raises(RuntimeError, "capture", "nothing has changed", "random numbers"):
+        engine.capture(batch)
+    model.does = lambda logits: 1 / 0
+    with raises(ZeroDivisionError):
+        engine.capture(batch)
+    model.does = None
+    assert_same(state_of(engine), drawn)
+    eager, _ = with_schedule(name, "fp16")
+    eager.load_state_dict(engine.state_dict())
+    losses = []
+    for take in (train_step, eager.forward_backward):
+        torch.manual_seed(1)
+        losses.append(take(batch))
+    assert torch.equal(*losses), losses
+
+    with raises(ValueError, "fp32 masters"):
+        build_engine(name, build("plain"), precision="fp32").capture(padded_batch(0))
+    taken = build_engine(name, model, precision="fp32")
+    for act in (lambda: train_step(batch), lambda: engine.capture(batch)):
+        with raises(RuntimeError, "taken"):
+            act()
+    eager_step(taken, batch, 1)
+    if name != "ddp":
+        with raises(ValueError, "offload"):
+            build_engine(f"{name}_offload", build("plain", dtype=torch.float32), precision="bf16").capture(padded_batch(0))
+
+
+@captured_engines
+def test_what_cannot_be_captured_is_refused(run, name):
+    run(1, refusals_of_capture, name)

@@ -29,6 +29,7 @@ from models import (
     loss_of,
     raises,
     random,
+    refused,
     rows,
     two_groups,
 )
@@ -36,6 +37,7 @@ from test_contract import LivePeak, close
 from test_glue import FLOORS, _last_line, _torchrun
 from torch import nn
 
+import train_glue
 import zero
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -1076,6 +1078,19 @@ def test_train_glue_learns(mode):
     """The floor is the one that ddp must reach."""
     done = _torchrun(2, "-t", "mrpc", "--mode", mode, "--target_f1", FLOORS["mrpc"][1], limit_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mode, words", [
+    ("zero2", "Zero.capture: a CUDA graph needs a GPU, the model is on cpu"), ("fsdp", "FSDP.capture: CUDA graphs are not in")])
+def test_graph_is_refused_naming_the_mode(capsys, mode, words):
+    """And the batches that it would have been given all have one shape."""
+    *_, line = refused(train_glue, capsys, ["--mode", mode, *QUICK, "--graph"], 2)
+    assert f"--graph: mode {mode} cannot here: {words}" in line
+    split = {name: torch.ones(6, 32, dtype=torch.int32).tril(3) for name in ("input_ids", "attention_mask")}
+    split["labels"] = torch.arange(6)
+    for taken in ([0, 1], [3, 5]):
+        batch = train_glue.batch_of(split, train_glue.np.array(taken), "cpu", whole=True)
+        assert batch["input_ids"].shape == (2, 32) and batch["labels"].tolist() == taken
 
 
 def test_demonstration():
