@@ -287,7 +287,7 @@ def overflow_on_the_last_stage(**knobs):
         engine.forward_backward(batch, 2)
         engine.step()
         assert not engine.skipped and engine.grad_norm.isfinite()
-        assert not before or any(not torch.equal(v, before[k]) for k, v in engine.module.state_dict().items() if v.ndim == 1)
+        assert not before or any(not torch.equal(v, before[k].to(v)) for k, v in engine.module.state_dict().items() if v.ndim == 1)
         kinds = ("master", "exp_avg", "exp_avg_sq")
         before = [getattr(f, kind).clone() for f in engine.fragments for kind in kinds]
         steps, scale, weights = engine.optimizer.steps.clone(), engine.scale, [p.clone() for p in engine.module.parameters()]
