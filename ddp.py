@@ -4,7 +4,8 @@ Each rank runs forward and backward on different samples. Before the optimizer s
 all ranks, so every rank applies the same update to the same weights and the replicas never part.
 
                  rank 0      rank 1      bytes per rank; Ψ parameters, N ranks
-    p            [ A | B ]   [ A | B ]   4Ψ    fp32 weights (fp16 and bf16 run by autocast over them)
+    p            [ A | B ]   [ A | B ]   4Ψ    fp32 weights (fp16 and bf16 run by autocast over them, whose
+                                                 copies take up to 2Ψ more from forward to backward)
     m, v         [ A | B ]   [ A | B ]   8Ψ    Adam's two moments
     grads        [ A | B ]   [ A | B ]   4Ψ    in flat buckets, summed over the ranks while backward still runs
     batch        [ x0 x1 ]   [ x2 x3 ]         what differs

@@ -16,6 +16,7 @@ known: what to keep, what to give up, what to fetch ahead.
                                                        where micro-batches add up 4Ψ/N, in host memory 6Ψ/N
     gathered chunks   [ A | B ]   [ A | B ]            as many as there is room for; at least those that an operator and the
                                                        backward at hand read, and one whose gradients are on their way
+                                                       (gloo: and (N-1)/N of one in host memory, for what is received)
     GPT-2 XL (Ψ = 1.56e9), N = 1: 25 GB in all, wherever they are. In bf16 with 8 x 512 tokens everything else takes up to 18.8 GiB
     of the GPU; README has what steps take under five budgets.
 
@@ -1242,7 +1243,7 @@ class Gemini:
         """From now on gradients add up, so their slices become fp32, for which optimizers may have to leave the device."""
         if not self._accumulates:
             self._accumulates = True
-            if self.plan is not None and self.plan.placed:
+            if self.placement == "auto" and self.plan is not None and self.plan.placed:
                 if self._in_backward:  # a pass unlike the first: they leave after the step
                     self.plan.placed = False
                 else:
@@ -1428,9 +1429,9 @@ class Gemini:
     def _place_optimizers(self) -> None:
         """auto: the optimizers of as many chunks on the device as leave room for the tightest moment. First those that are there,
         then the first chunks: their gradients are the last to arrive."""
-        if self.placement != "auto" or not self.plan.order:
+        self.plan.placed = self.placement == "static" or bool(self.plan.order)
+        if self.placement == "static" or not self.plan.order:
             return
-        self.plan.placed = True
         least = self._simulate(budget=0, on_device=set())  # all that can go away does
         ahead = self.prefetch * max(chunk.room_bytes for chunk in self.chunks)
         room, wanted = [self.plan.budget - ahead - n_bytes for n_bytes in least.bytes], {}
@@ -1659,12 +1660,13 @@ class Gemini:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of live storages on this rank, by kind and device: parameters (what is gathered; slices where the model needs no
-        other master), gradients, optimizer, buffers."""
+        other master), gradients (and under gloo what is received of a chunk), optimizer, buffers."""
         apart = {chunk: chunk.trained and chunk.master.dtype != chunk.full.dtype for chunk in self.chunks}
         held = {
             "parameters": [t for c in self.chunks for t in (c.full, c.store, None if apart[c] else c.master)
                            if t is not c.master or not apart[c]],
-            "gradients": [*(t for c in self.chunks for t in (c.shard, c.landing)), *(p.grad for p in self.params)],
+            "gradients": [*(t for c in self.chunks for t in (c.shard, c.landing, c.summing and c.summing.received)),
+                          *(p.grad for p in self.params)],
             "optimizer": [t for c in self.chunks for t in (c.master if apart[c] else None, c.exp_avg, c.exp_avg_sq)],
             "buffers": [*self._model.buffers()],
         }

@@ -9,6 +9,7 @@ alone, so only r needs that slice's fp32 master weights and moments (stage 1), a
     grads, 1     [ A | B ]   [ A | B ]   2Ψ        stage 1: whole gradients, the own slice summed over the ranks
     grads, 2     [ A |   ]   [   | B ]   2Ψ/N      stage 2: the own slice, 4Ψ/N where several micro-batches add up in fp32,
                                                    and room for two buckets on their way
+                                                   (gloo, both stages: and (N-1)/N of a bucket, for what is received)
     BERT-base (Ψ = 109.5e6), N = 8: stage 1 602 MB, stage 2 411 MB and two buckets, where ddp.py has 16Ψ = 1.75 GB. A bucket
     takes 25 MiB, or one parameter that is larger: here the word embeddings' 45 MiB.
 

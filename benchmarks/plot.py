@@ -105,8 +105,6 @@ def measure_memory(device):
             found = {kind: sum(by_device.values()) for kind, by_device in engine.memory().items()}
             room = [*getattr(engine, "_room", ()), *(() if hasattr(engine, "_room") else getattr(engine, "_received", {}).values())]
             found["room"] = sum(storage_bytes(room).values())
-            chunks = [c for c in getattr(engine, "chunks", ()) if c.summing is not None and c.summing.received is not None]
-            found["gradients"] += sum(storage_bytes(c.summing.received for c in chunks).values())  # memory() does not count these
             return found
 
         def look(*_, held=held):
