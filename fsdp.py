@@ -1235,6 +1235,8 @@ class FSDP:
         objects like schedulers by their state_dict(). A collective, between steps; every rank sees the same file system.
         Overwrites a checkpoint, never anything else; killed at any moment it leaves a complete one. Raises CheckpointError.
         """
+        if own := [name for name in extra if name.startswith("_")]:
+            raise CheckpointError(f"names with _ in front are the engine's own: {', '.join(own)}")
         self._check_usable()
         save_checkpoint(self, directory, extra)
 

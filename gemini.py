@@ -11,7 +11,7 @@ known: what to keep, what to give up, what to fetch ahead.
 
                       rank 0      rank 1      bytes per rank; Ψ parameters, N ranks, half precision
     master, m, v      [ A |   ]   [   | B ]   12Ψ/N    fp32, per chunk on the GPU or in host memory
-    copy of weights   [ A |   ]   [   | B ]   2Ψ/N     for chunks whose optimizer is in host memory: what a gather begins with
+    copy of weights   [ A |   ]   [   | B ]   2Ψ/N     for chunks whose optimizer is in host memory: the source of gathers
     gradients         [ A |   ]   [   | B ]   2Ψ/N     where the optimizer is: on the GPU from sum to step, in host memory always;
                                                        where micro-batches add up 4Ψ/N, in host memory 6Ψ/N
     gathered chunks   [ A | B ]   [ A | B ]            as many as there is room for; at least those that an operator and the
@@ -36,7 +36,7 @@ known: what to keep, what to give up, what to fetch ahead.
     3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam: one kernel updates all chunks on
                       the GPU and, over the bus, about half of those in host memory (gpu_adam_frac), while the CPU updates the
                       others, chunk by chunk; then the first gather of the next forward starts.
-    0. once           after the first pass: where the budget allows, optimizers move to the GPU.
+    4. once           after the first step: where the budget allows, optimizers move to the GPU.
 
     placement="auto": `device_budget` bytes (by default what is free on the GPU) hold the optimizers of as many chunks as leave
     room for the tightest moment, and, at each moment, the chunks that will be read soonest: when room is needed, the chunk
@@ -51,9 +51,11 @@ known: what to keep, what to give up, what to fetch ahead.
 
 An operator is any torch function that is given a parameter (class Chunked), in whichever module, or a tensor that shares its
 memory, like weight.t(). So a tied weight, a module used twice or a penalty on the weights are nothing special. Between steps
-weights are read, or set, inside `with engine.gathered(): ...`; set in place elsewhere they raise. What autograd has saved points at
-the chunk's storage, which is filled again before backward reads it: of the nodes that are ready autograd runs the one that
-forward made last, so when a gradient reaches the output of an operator, all that forward computed later is done.
+weights are read, or set, inside `with engine.gathered(): ...`; set in place elsewhere they raise.
+
+What autograd has saved points at the chunk's storage, which is filled again before backward reads it. Why a hook on an operator's
+output is enough for that: of the nodes that are ready autograd runs the one that forward made last, so when a gradient reaches the
+output, all that forward computed later is done.
 
 A pass lasts from a forward to the backward after which no graph is left, and is planned moment by moment like the first one: two
 forwards with one backward, or derivatives inside, are a pass like any other. One that goes another way than the first goes on
@@ -67,7 +69,8 @@ The budget is kept as long as batches need no more memory than the first, so beg
 record of the most memory. Host memory that was pinned once stays with the engine. All ranks read the same
 parameters in the same order; under NCCL `step` compares, skips the step where they differ, and the next one raises. A rank that
 has no samples for a micro-batch makes the gathers and sums of the plan, so in its first step it must have some. Reentrant
-checkpointing is right but sends some chunks twice in the first step, and keeps fp32 gradients from then on. Left out: sparse
+checkpointing is right but sends some chunks twice in the first step, and keeps fp32 gradients from then on. With auto placement
+frozen chunks stay in host memory, and go up in each pass. Left out: sparse
 gradients, complex parameters, models spread over several devices, torch.compile and TorchScript (they read weights without
 asking), capture (a CUDA graph cannot follow chunks that move).
 
@@ -144,7 +147,7 @@ class Chunk:
     trained: bool
     sharded: bool = True  # static placement: released after use; else it stays from its first use to its gradients
     master: Tensor | None = None  # (S,) in fp32 or what is wider; frozen weights as they are
-    store: Tensor | None = None  # (S,) what a gather begins with: the master, or its copy in the weights' dtype
+    store: Tensor | None = None  # (S,) the source of gathers: the master, or its copy in the weights' dtype
     exp_avg: Tensor | None = None
     exp_avg_sq: Tensor | None = None
     shard: Tensor | None = None  # (S,) gradient; on the device its storage is empty from step to backward
@@ -186,10 +189,10 @@ class Call:
 
 @dataclasses.dataclass
 class Plan:
-    """What a pass does, learnt from the first. A moment begins when chunks are read that were not just before."""
+    """What a pass does, learnt from the first. A moment lasts until an operator reads a chunk that the one before did not."""
 
     order: list[list[int]] = dataclasses.field(default_factory=list)  # at each moment: the chunks that are read
-    busy: list[list[int]] = dataclasses.field(default_factory=list)  # those that must stay: a backward at hand may read them, too
+    busy: list[list[int]] = dataclasses.field(default_factory=list)  # not to be released: read now, or by the backward at hand
     backward: list[bool] = dataclasses.field(default_factory=list)  # is it a moment of backward?
     others: list[int] = dataclasses.field(default_factory=list)  # bytes on the device that are not the engine's
     grads: list[list[int]] = dataclasses.field(default_factory=list)  # [moment, chunk]: its first gradient comes
@@ -240,8 +243,8 @@ class Plan:
 
 
 class Residency:
-    """The rules by which chunks come and go, without a tensor. What they decide is carried out by `do`: gather(chunk),
-    release(chunk), finish(chunk). The engine is one such, a Simulation another."""
+    """The rules by which chunks come and go, without a tensor. What they decide is carried out by `do`, the engine or a Simulation:
+    gather(chunk), release(chunk), finish(chunk), too_small(needed, budget)."""
 
     def __init__(self, rooms: list[int], do, depth: int, auto: bool, stays: set[int]):
         self.rooms, self.do, self.depth, self.auto, self.stays = rooms, do, depth, auto, stays
@@ -280,7 +283,8 @@ class Residency:
                     self.gather(k)
 
     def fetch_early(self, plan: Plan, updated: float = math.inf) -> None:
-        """Between passes: start on their way those that the next pass begins with, as far as Adam has updated them, by number."""
+        """Between passes: start on their way those that the next pass begins with, none above `updated`, the chunk that Adam has
+        come to."""
         for k in plan.upcoming(-1, self.depth):
             if k > updated:
                 return
@@ -292,7 +296,7 @@ class Residency:
 
     def make_room(self, n_bytes: int, moment: int, plan: Plan | None, soon=()) -> None:
         """auto, with a plan: release the chunk that will be read last of all (Belady, 1966) until what is needed fits.
-        Otherwise whatever is not read now or next, but for chunks that static placement keeps."""
+        Static, or without a plan: all but what is read now, is read next, or stays."""
         free_to_go = self.gathered - self.busy - self.dirty
         if not (self.auto and plan):
             if self.auto:
@@ -674,8 +678,8 @@ class Gemini:
         return chunk
 
     def _place(self, chunk: Chunk, optimizer: bool, store: bool, initial: bool = False) -> None:
-        """Put the optimizer's tensors and what gathers begin with on the device (True) or into host memory. The former, if
-        the optimizer is there, includes the latter. Afterwards `_tell_adam` must run, which moves the gradients."""
+        """Put the optimizer's tensors and the source of gathers (the store) on the device (True) or into host memory. An optimizer
+        on the device implies a store there. Afterwards `_tell_adam` must run, which moves the gradients."""
         dtype = chunk.full.dtype
         if not initial and (chunk.on_device, chunk.store_on_device) == (optimizer, store or optimizer):
             return
@@ -746,7 +750,7 @@ class Gemini:
                 f.master = chunk.master[at : at + f.end - f.start]
         self._count_fixed(self.home, {chunk for chunk in self.chunks if chunk.on_device and chunk.trained})
         self.optimizer.own(self.fragments)
-        if self._sums_on_the_way():  # of those that are not at home the squares are known when Adam begins
+        if self._sums_on_the_way():  # squares of slices in host memory were taken on the way: leave those out
             adam, at_home = self.optimizer, [k for c in self.chunks if c.on_device for k in range(*c.rows)]
             adam.pieces = {key: pieces for key, pieces in adam.pieces.items() if self.chunks[key[0]].on_device}
             if adam.cuda:
@@ -826,7 +830,7 @@ class Gemini:
                              f"rank {self.rank} has {len(self.names)} trained parameters and {settings}")
 
     def _let_go(self) -> None:
-        """Another engine takes the model over: give it whole weights as precise as the masters. Collectives."""
+        """The end: another engine takes the model over. Give it whole weights as precise as the masters. Collectives."""
         for hook in self._hooks:
             hook.remove()
         self._forget()
@@ -1061,7 +1065,7 @@ class Gemini:
             return
         self._forwards = max(self._forwards - 1, 0)
         if not self._forwards and not self._in_backward:
-            self._now = self._backward_now = ()
+            self._now = self._backward_now = self._read_now = ()
             # An output may require gradients without any such operator: all of forward may be inside reentrant checkpoints.
             if not self._calls and not any(t.requires_grad for t in tensors_in(output)):  # no backward will come
                 self._end_pass()
@@ -1320,6 +1324,7 @@ class Gemini:
             self._widen()
         if chunk.where == "free":  # nobody has read it, or it was released since
             chunk.full.untyped_storage().resize_(chunk.room_bytes)
+            chunk.full.zero_()  # between parameters and behind them nothing may be that the norm would count
             self._account(chunk.room_bytes)
         self._note("sum", chunk)
         for i in chunk.views.keys() - chunk.arrived:
@@ -1382,7 +1387,7 @@ class Gemini:
         self.home.busy = set()
         if self._on_plan:
             self._send_planned()
-        for chunk in sorted(reversed(self.chunks), key=lambda chunk: chunk.touched < 0):  # first those that take room
+        for chunk in sorted(reversed(self.chunks), key=lambda chunk: chunk.touched < 0):  # first those that hold memory
             if chunk.trained:
                 self._seen.sums.append([chunk.touched if chunk.touched >= 0 else self._moment, chunk.number])
                 if not chunk.launched:
@@ -1403,15 +1408,21 @@ class Gemini:
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
+    def _room_on_device(self) -> int:
+        """Bytes of the GPU that this rank may fill: 0.92 of what is free, of which ranks on one GPU have equal parts, and of what
+        torch has already."""
+        if self.device.type != "cuda":
+            return NEVER
+        which = socket.gethostname(), str(torch.cuda.get_device_properties(self.device).uuid)
+        sharing = together(self, lambda: which).count(which)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int((free / sharing + torch.cuda.memory_reserved(self.device)) * 0.92)
+
     def _learn(self) -> None:
         """After the first pass, if it was the same on all ranks: what else is on the device is the most of any rank."""
         budget = self.device_budget
         if budget is None:
-            budget = NEVER
-            if self.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(self.device)
-                sharing = max(1, -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count()))
-                budget = int((free / sharing + torch.cuda.memory_reserved(self.device)) * 0.92)
+            budget = self._room_on_device()
         seen = self._seen
         what = seen.order, seen.busy, seen.backward, seen.sums, seen.grads, seen.back, seen.n_forward
         answers = together(self, lambda: (what, seen.others, budget))
@@ -1508,7 +1519,7 @@ class Gemini:
         self.scaler.raise_if_stuck()
 
     def _square_sum(self) -> None:
-        """Of this rank's gradients. Of those that went to host memory it is known already, see `_land`."""
+        """Of this rank's gradients. Of those that went to host memory it is known already, see `finish`."""
         adam = self.optimizer
         if not self._sums_on_the_way():
             return adam.square_sum()
@@ -1753,6 +1764,8 @@ class Gemini:
         objects like schedulers by their state_dict(). A collective, between steps; every rank sees the same file system.
         Overwrites a checkpoint, never anything else; killed at any moment it leaves a complete one. Raises CheckpointError.
         """
+        if own := [name for name in extra if name.startswith("_")]:
+            raise CheckpointError(f"names with _ in front are the engine's own: {', '.join(own)}")
         self._check_usable()
         save_checkpoint(self, directory, {**extra, "_plan": self._plan_state()})
 
@@ -1780,7 +1793,11 @@ class Gemini:
                 "on_device": [chunk.on_device for chunk in self.chunks]}
 
     def _take_over_plan(self, saved: dict | None) -> None:
-        if saved and saved["plan"] and saved["about"] == self._plan_state()["about"]:
+        mine = saved and saved["plan"] and saved["about"] == self._plan_state()["about"]
+        if mine and self.device_budget is None:  # the plan was made for what was free then: a smaller GPU needs a plan of its own
+            room = self._room_on_device()
+            mine = min(together(self, lambda: room)) > 0.9 * saved["plan"]["budget"]
+        if mine:
             self.plan, self._accumulates = Plan(**saved["plan"]), saved["accumulates"]
             placed = [*zip(self.chunks, saved["on_device"])] if self.placement == "auto" else []
             for chunk, on_device in sorted(placed, key=lambda pair: pair[1]):  # first those that leave

@@ -927,6 +927,8 @@ def unsaveable(name, directory):
     for thing in (Custom(), lambda: 0, Custom):
         with save_refused(name, run, directory, "odd_extra"):
             run.engine.save(directory, epoch=1, odd_extra=thing)
+    with save_refused(name, run, directory, "_mine", "engine's own"):
+        run.engine.save(directory, epoch=1, _mine=1)
     with save_refused(name, run, directory, "rank [1]"):  # on one rank only
         run.engine.save(directory, thing=Custom() if run.rank else 0)
     run.engine.save(directory, epoch=1, thing={"a": [1, 2.5, "b", None, True], "b": torch.ones(3), "c": (1, 2)})

@@ -16,6 +16,7 @@ import itertools
 import random as random_module
 import re
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from test_fsdp import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import gemini
 from gemini import Gemini, Plan, Residency, Simulation, State, fill_chunks, search_chunk
 
 ADAM = dict(lr=0.01, eps=1e-3, max_norm=0.5, precision="fp32")
@@ -235,7 +237,7 @@ def least(make=Net, run=None, **knobs):
 
 
 def memory_while_it_is_built():
-    """16 bytes an element in the end, and beside them one chunk's values on the way: a chunk's weights go when its masters are there."""
+    """16 bytes an element in the end, and beside them one chunk's values on the way: weights go when their masters are there."""
     model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(8)])
     numel, n = 8 * 200 * 200, dist.get_world_size()
     weights = [p.data for p in model.parameters()]  # alive, so that nothing else gets their place
@@ -247,6 +249,43 @@ def memory_while_it_is_built():
 
 def test_memory_while_it_is_built(pool):
     pool.run(2, memory_while_it_is_built)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def nothing_between_parameters():
+    """A chunk that nobody read gets memory in which anything may be; sums, and a norm over whole slices, must find zeros."""
+    resize, launched = torch.UntypedStorage.resize_, []
+
+    def dirty(storage, n_bytes):
+        grown = n_bytes > storage.nbytes()
+        resize(storage, n_bytes)
+        if grown:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # NaN in every float
+
+    class Watched(gemini.SliceSum):
+        def __init__(self, engine, flat, *args):
+            launched.append(bool(flat.isfinite().all()))
+            super().__init__(engine, flat, *args)
+
+    engine = Gemini(HalfUsed().double(), precision="fp32", chunk_mb=SMALL / 8, placement="static")
+    assert len(engine.chunks) > 1
+    with mock.patch.object(torch.UntypedStorage, "resize_", dirty), mock.patch.object(gemini, "SliceSum", Watched):
+        for _ in range(2):
+            engine.forward_backward(random(2, 3, seed=0), 1, lambda out, x: out.square().mean())
+            engine.step()
+    assert len(launched) == 2 * len(engine.chunks) and all(launched), launched
+
+
+def test_nothing_between_parameters(pool):
+    pool.run(2, nothing_between_parameters)
 
 
 def live_bytes(engine):

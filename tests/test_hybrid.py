@@ -48,7 +48,8 @@ def build(kind, seed=0, dtype=torch.float64, **changes):
         "vit": ("ViT", {k: v for k, v in (sizes | no_dropout).items() if "_id" not in k} | dict(
             image_size=8, patch_size=4, num_channels=1)),
     }[family]
-    head = "ForImageClassification" if family == "vit" else "ForSequenceClassification" if variant == "classes" else "ForMaskedLM" if family == "bert" else "ForCausalLM"
+    head = "ForSequenceClassification" if variant == "classes" else "ForMaskedLM" if family == "bert" else "ForCausalLM"
+    head = "ForImageClassification" if family == "vit" else head
     head = "LMHeadModel" if (family, head) == ("gpt2", "ForCausalLM") else head
     torch.manual_seed(seed)
     with torch.device("cpu"):

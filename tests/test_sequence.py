@@ -1,5 +1,5 @@
-"""What is particular to hybrid.py's sequence parallelism: tokens divided between tp ranks (split_gather), or between ranks of an axis
-of their own (all_to_all, ring).
+"""What is particular to hybrid.py's sequence parallelism: tokens divided between tp ranks (split_gather), or between ranks of
+an axis of their own (all_to_all, ring).
 
 Compared as in test_hybrid.py: one process in float64 at 1e-10, every rank's own part of every parameter. Rows of 7 tokens, which
 neither 2 nor 4 ranks divide, or of 33, with right-hand padding. Two to four CPU ranks; about 40 s.
@@ -152,7 +152,8 @@ def ring_beside_whole():
     axis, cases = Axis(engine, "sp", [[0, 1, 2]]), 0
     for length, heads, kv_heads, causal, kind, dropout in [
             (7, 4, 2, True, None, 0.0), (7, 4, 2, False, None, 0.3), (4, 2, 2, True, None, 0.3), (7, 2, 1, False, "bool", 0.3),
-            (7, 4, 4, False, "heads", 0.0), (7, 4, 2, False, "heads", 0.3), (5, 2, 2, False, "blind", 0.3), (1, 2, 1, True, None, 0.0)]:
+            (7, 4, 4, False, "heads", 0.0), (7, 4, 2, False, "heads", 0.3), (5, 2, 2, False, "blind", 0.3),
+            (1, 2, 1, True, None, 0.0)]:
         q, k, v = (random(2, n, length, d, seed=seed).requires_grad_() for seed, n, d in (
             (0, heads, 4), (1, kv_heads, 4), (2, kv_heads, 6)))
         mask = None
@@ -607,8 +608,8 @@ def resumes_in_other_modes(folder):
 
     def train(engine, batches):
         for batch in batches:
-            engine.forward_backward(rows(batch, 2 * engine.dp.rank, 2 * engine.dp.rank + 2) if engine.dp.world_size > 1 else batch, 1,
-                                    own_loss)
+            first = 2 * engine.dp.rank
+            engine.forward_backward(rows(batch, first, first + 2) if engine.dp.world_size > 1 else batch, 1, own_loss)
             engine.step()
         return engine
 
@@ -626,7 +627,8 @@ def resumes_in_other_modes(folder):
 
 
 @pytest.mark.parametrize("ranks, case, mode", [
-    (3, ring_beside_whole, []), (2, masks_of_own_tokens, ["all_to_all"]), (2, masks_of_own_tokens, ["ring"]), (2, computed_again, []),
+    (3, ring_beside_whole, []), (2, masks_of_own_tokens, ["all_to_all"]), (2, masks_of_own_tokens, ["ring"]),
+    (2, computed_again, []),
     (2, memory_and_bytes_of_own_tokens, ["all_to_all"]), (4, memory_and_bytes_of_own_tokens, ["all_to_all"]),
     (2, memory_and_bytes_of_own_tokens, ["ring"]), (4, memory_and_bytes_of_own_tokens, ["ring"]), (2, refusals_of_own_tokens, [])])
 def test_own_tokens(pool, ranks, case, mode):
