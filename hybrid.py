@@ -2579,6 +2579,7 @@ class Hybrid:
         inside no_sync."""
         if not self._reduced:
             before, self._sync = self._sync, True
+            self.wait_for_weights()  # no forward may have read them since the last step
             for bucket in self.buckets:
                 bucket.launched = False
             self._launched = 0
