@@ -10,7 +10,7 @@ they are freed again. Backward gathers them once more, and its gradients leave a
     gathered     [ A | B ]   [ A | B ]             weights of the root, and of at most two units
     unreduced    [ A | B ]   [ A | B ]             gradients of the root, and of at most two units
                                                    (gloo: and (N-1)/N of one unit, for what is received)
-    GPT-2 XL (Ψ = 1.56e9) on N = 8: 2.7 GB, twice 164 MB for the root and four times 61 MB, where ddp.py has 16Ψ = 24.9 GB.
+    GPT-2 XL (Ψ = 1.56e9) on N = 8: 2.7 GB kept, and at most 2 x 164 MB (root) and 4 x 61 MB in passing; ddp.py has 24.9 GB.
 
     units        root: embeddings, pooler, head, whatever is in no other unit or in two | layer 1 | layer 2 | layer 3
     forward      gather root, 1 | gather 2, compute 1, free 1 | gather 3, compute 2, free 2 | compute 3, free 3
@@ -25,8 +25,8 @@ they are freed again. Backward gathers them once more, and its gradients leave a
     reduce-scatter: every rank brings N slices, rank r leaves with the sum of all slices r.
 
     1. forward        before a unit computes: wait for its gather, start the next one's. After it: free.
-    2. backward       autograd reaches a unit's output: send the gradients of the unit that it has left, in the memory of that
-                      unit's weights; wait for this unit's gather, start the next one's.
+    2. backward       autograd reaches a unit's output: copy the gradients of the unit that it has left over that unit's weights
+                      and send them; wait for this unit's gather, start the next one's.
     3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam on the own slices. Then
                       nothing need be sent: the next gather rounds and sends what is new.
 
@@ -106,7 +106,7 @@ class Flat:
     """Parameters of one unit that have one dtype and are all trained or all frozen, one after the other. Full tensors are
     (N*S,), slices (S,); rank r's is [r*S, (r+1)*S). `views[i]`: parameter i's place in `full`, its .data while it is there."""
 
-    full: Tensor  # weights, from gather to free; then gradients, until they are summed; then its storage is empty
+    full: Tensor  # weights from gather to free; in backward then gradients, until summed; else its storage is empty
     views: dict[int, Tensor]
     starts: dict[int, int]  # where those begin
     own: slice
@@ -121,7 +121,7 @@ class Flat:
     landed: "Fence | None" = None  # the copy into it
     adds_up: bool = False  # what has landed is to be added to `shard`, not to replace it
     whole_grad: Tensor | None = None  # (N*S,) reduce_each=False: gradients of this rank's micro-batches so far
-    owned: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # the optimizer's part; place in the slice
+    owned: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # this rank's, each with its start in the slice
     gathering: "SliceGather | Fence | None" = None  # the gather in flight
     summing: "SliceSum | None" = None  # the reduce-scatter in flight
 
@@ -136,7 +136,7 @@ class Unit:
     members: list[int]  # indices of its parameters in engine.all_params
     flats: list[Flat] = dataclasses.field(default_factory=list)
     state: str = "sharded"  # -> "gathering" -> "whole" -> "sharded", or in backward "whole" -> "summing" -> "sharded"
-    calls: int = 0  # forwards since the last backward that no backward has reached
+    calls: int = 0  # forwards whose output backward has not reached yet; 0 again at its end
     launched: bool = False  # its gradients have been sent in this backward
     gathers: int = 0  # since construction
 
@@ -271,7 +271,8 @@ class FSDP:
     # ---- 0. before training: who holds what --------------------------------------------------------------------------
 
     def _find_units(self, is_unit) -> list[Unit]:
-        """The root, and the outermost modules that are units. A parameter belongs to the unit all of whose users are in it."""
+        """The root, and the outermost modules that are units. A parameter belongs to the unit that holds all its users, else to the
+        root."""
         chosen: list[tuple[str, nn.Module]] = []
 
         def visit(prefix, parent):
@@ -386,7 +387,7 @@ class FSDP:
 
     def _make_shards(self, accumulate: bool = False) -> None:
         """(Re)make the gradient slices and tell Adam; what they hold moves along. In the weights' dtype, or at least fp32 where
-        micro-batches add up; once they are wide they stay so. Offloaded and not adding up, a slice is `landing` itself."""
+        micro-batches add up; once they are wide they stay so. Offloaded without adding up, `shard` is `landing` itself."""
         rows, empty = 0, []
         for flat in self.flats:
             if flat.trained:
@@ -545,7 +546,7 @@ class FSDP:
 
     def _note(self, what: str, unit: Unit) -> None:
         """Remember a collective: for a rank that has to repeat it without samples, and to compare with the other ranks."""
-        if unit is not self.units[0]:
+        if unit is not self.units[0] and self._in_backward:
             self._log.append((what, unit))
         if what == "sum" and not self._reducing:
             return
@@ -743,10 +744,9 @@ class FSDP:
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Around `backward` of all micro-batches but the last; all ranks or none. Gradients are reduced all the same, since there
-        is no room for whole ones, but add up in fp32 from the first on, and the root stays gathered. With reduce_each=False
-        they do stay, whole and in the weights' dtype; if no later backward reduces them, `step` does. The flag is read in
-        backward alone."""
+        """Around `backward` of all micro-batches but the last; all ranks or none. By default gradients are reduced all the same,
+        since there is no room for whole ones, but add up in fp32 from the first on, and the root stays gathered. With
+        reduce_each=False they stay whole, in the weights' dtype; if no later backward reduces them, `step` does."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -761,7 +761,7 @@ class FSDP:
         except BaseException as error:
             self._in_backward, self._running, self._enclosing, self._open = False, [], set(), []
             self._ahead = self._recomputed = None
-            self._in_flight = []
+            self._in_flight, self._calls, self.backward_needs_all = [], [], False
             for flat in self.flats:
                 for work in (flat.gathering, flat.summing) if isinstance(error, Exception) else ():  # Ctrl-C waits for nobody
                     with contextlib.suppress(RuntimeError):  # a connection that is lost
@@ -986,8 +986,10 @@ class FSDP:
         """Reduce now if no backward since the last step has: there was none (then zeros, as the other ranks do), or all were
         inside no_sync with reduce_each=False."""
         if not self._reduced:
+            before, self._sync = self._sync, True  # `step` may be called inside no_sync
             self._begin_backward()
             self._end_backward()
+            self._sync = before
         for flat in self.flats:
             self._absorb(flat)
 
@@ -1025,14 +1027,14 @@ class FSDP:
     def _compare_ranks(self, square_sum: Tensor) -> None:
         """NCCL matches collectives by their order, and units of one size would be mixed up without a word. So the ranks compare
         what they have gathered and summed since the last step; where that differs the step is skipped, and the next one raises. By
-        hand, under gloo, messages carry the unit's number, and nothing can be mixed up."""
+        hand, under gloo, messages carry the flat's tag, and nothing can be mixed up."""
         if self.world_size == 1 or self.by_hand:
             return
         if self._compared is None:
             self._signs = torch.tensor([1, -1], device=self.device)
             self._compared = torch.zeros((), dtype=torch.int64, device="cpu").pin_memory(), torch.cuda.Event()
         difference, copied = self._compared
-        copied.synchronize()  # of the step before this one: long over, and all ranks see the same
+        copied.synchronize()  # written a step ago, so this does not wait; the same on all ranks
         if difference != 0:
             raise RuntimeError("the ranks ran different units, or in another order, before the last step, which was skipped: with "
                                "NCCL all must run the same")

@@ -1933,6 +1933,15 @@ def suspicions():
     for _ in range(2):
         same_gradients(engine, reference)
     close(reference.step(), (engine.step(), engine.grad_norm)[1])
+    with engine.no_sync():  # and step itself, inside, where there is no memory for sums yet
+        engine.backward(square_loss(engine(share(x))))
+        square_loss(reference.model(x)).backward()
+        same_gradients(engine, reference)
+        close(reference.step(), (engine.step(), engine.grad_norm)[1])
+    with torch.no_grad():
+        for _ in range(3):
+            engine(share(x))
+    assert not engine._log, "evaluation leaves nothing behind"
 
     torch.manual_seed(0)
     model = Net()

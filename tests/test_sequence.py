@@ -33,13 +33,10 @@ def two_ranks():
 
 
 def four_ranks():
-    """Copies, stages, and both axes."""
-    beside_one_process(["bert-classes"], 2, **DIVIDED)
+    """Copies, stages, and both axes; all mixes with all models are in the sweep."""
     stages_beside_one_process(["llama-classes"], pp=2, tp=2, **DIVIDED)
     beside_one_process(["bert-classes"], 1, **ALL_TO_ALL)
     stages_beside_one_process(["gpt2"], pp=2, **ALL_TO_ALL)
-    beside_one_process(["llama"], 2, **ALL_TO_ALL)
-    beside_one_process(["gpt2"], 1, zero_stage=0, **RING)
     stages_beside_one_process(["bert-classes"], pp=2, schedule="interleaved", **RING)
     beside_one_process(["llama-mqa"], 2, **RING)
     exceptions_in_divided_heads()
@@ -67,10 +64,12 @@ def test_33_causal_tokens(pool, ranks, config):
 
 def everything(kind):
     """Each model with each kind of tokens, alone, with copies and with stages, on the four ranks that there are."""
-    for knobs in (DIVIDED | dict(tp=2), ALL_TO_ALL, RING):
+    for knobs in (DIVIDED | dict(tp=2), ALL_TO_ALL, RING, RING | dict(zero_stage=0)):
         if not kind.startswith("bloom") or knobs["sp_mode"] == "split_gather":
             own = dict(tp=1) | knobs
             beside_one_process([kind], **own)
+            if "sp" in own:
+                beside_one_process([kind], **own | dict(tp=2))
             stages_beside_one_process([kind], pp=2, **knobs)
             beside_one_process([kind], **own | dict(zip(("tp", "sp"), (4, 1) if knobs["sp_mode"] == "split_gather" else (1, 4))))
 
@@ -79,7 +78,7 @@ def everything(kind):
 @pytest.mark.parametrize("kind", ["bert", "bert-classes", "gpt2", "gpt2-classes", "llama", "llama-classes", "opt", "opt-classes",
                                   "bloom", "bloom-classes", "vit"])
 def test_sweep_of_modes(pool, kind):
-    pool.run(4, everything, kind, limit_s=120)
+    pool.run(4, everything, kind, limit_s=200)
 
 
 @pytest.mark.sweep
