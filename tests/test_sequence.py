@@ -264,24 +264,27 @@ def masks():
     assert torch.equal(*states), "outside of blocks ranks stay in step"
 
 
-def kept(**knobs):
-    """Bytes that autograd keeps of what is as wide as hidden states, in one forward of BERT without dropout."""
-    model, storages = build("bert-classes", num_hidden_layers=4), {}
-    engine = Hybrid(model, precision="fp32", tp=2, **knobs)
-    weights = {p.data_ptr() for p in model.parameters()}
+def kept_of_a_step(engine, batch, counts):
+    """Bytes that autograd keeps of one forward's tensors that count, weights apart, and bytes sent in the step."""
+    storages, weights = {}, {p.data_ptr() for p in engine.module.parameters()}
 
     def pack(t):
-        if t.is_floating_point() and t.ndim == 3 and t.shape[-1] == 16 and t.data_ptr() not in weights:
+        if t.is_floating_point() and t.data_ptr() not in weights and counts(t):
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    batch = batch_of("bert-classes", 8, 0, length=16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = own_loss(engine(**batch), batch)
     total = sum(storages.values())
     engine.backward(loss)
     engine.step()
     return total, engine.traffic
+
+
+def kept(**knobs):
+    """Of what is as wide as hidden states, in BERT without dropout."""
+    engine = Hybrid(build("bert-classes", num_hidden_layers=4), precision="fp32", tp=2, **knobs)
+    return kept_of_a_step(engine, batch_of("bert-classes", 8, 0, length=16), lambda t: t.ndim == 3 and t.shape[-1] == 16)
 
 
 def memory_and_bytes():
@@ -347,27 +350,14 @@ def test_divided_tokens(pool, case):
 
 
 def kept_in_blocks(sp, mode):
-    """Bytes that autograd keeps in the blocks of a Llama, and bytes sent, of rows of 12 tokens."""
-    model, storages, inside = build("llama", num_hidden_layers=3), {}, []
+    """In the blocks of a Llama, with rows of 12 tokens."""
+    model, inside = build("llama", num_hidden_layers=3), []
     engine = Hybrid(model, precision="fp32", **dict(sp=sp, sp_mode=mode) if sp > 1 else {})
-    weights = {p.data_ptr() for p in model.parameters()}
-    layers = model.model.layers
-    layers[0].register_forward_pre_hook(lambda *_: inside.append(1))
-    layers[-1].register_forward_hook(lambda *_: inside.clear())
-
-    def pack(t):
-        if inside and t.is_floating_point() and t.data_ptr() not in weights and t.numel() > 100:  # not positions
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
+    model.model.layers[0].register_forward_pre_hook(lambda *_: inside.append(1))
+    model.model.layers[-1].register_forward_hook(lambda *_: inside.clear())
     batch = batch_of("llama", 4, 0, length=12)
     batch["attention_mask"][:] = 1
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = own_loss(engine(**batch), batch)
-    total = sum(storages.values())
-    engine.backward(loss)
-    engine.step()
-    return total, engine.traffic
+    return kept_of_a_step(engine, batch, lambda t: inside and t.numel() > 100)  # not positions
 
 
 def memory_and_bytes_of_own_tokens(mode):
