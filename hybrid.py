@@ -32,16 +32,20 @@ names and styles, says which linears are divided how, and where the blocks are; 
                       some micro-batches ahead, then one backward for one forward (`schedule`). Gradients of divided weights are
                       whole where the weight is; those of whole weights are the same on all tp ranks, except where each rank uses
                       them for its own heads (norms of queries and keys; keys and values that several ranks share): these are
-                      summed along tp; an embedding tied to the head, along pp. Along dp, once a step: as zero.py, stage 1.
+                      summed along tp; an embedding tied to the head, along pp; weights of the blocks, along sp. Along dp, once a
+                      step: as zero.py, stage 1.
     3. step           squares summed over all axes, each element counted once: norm, overflow, clip. Adam on the own slices.
     4. gather         slices go round along dp.
 
     Bytes sent per rank: dp, each step, 2(D-1)/D * 2(Ψd/T + Ψw); tp, each micro-batch of B samples, 2(T-1)/T * 2 * B*S*H for each of
     4 all-reduces in each block, and for one of an embedding and one of a head that are divided; pp, each micro-batch, 2 * B*S*H to
-    the next stage and as much to the one before; sp: see its section.
+    the next stage and as much to the one before; sp, each micro-batch and block, all_to_all 8(S-1)/S^2 * 2 * B*L*H, L tokens, ring
+    (S-1)/S * 4 + 4 for each element of keys and values, 2(S-1)/S * 2 * B*L*H at both ends, and of the blocks' gradients, each step,
+    2(S-1)/S of their bytes.
 
 Dropout must drop the same where activations are whole on every tp rank, and differ where they are divided: ranks of a tp group
-have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own; each stage, too.
+have the same random numbers, and between a column linear and its row linear each goes on with numbers of its own; each stage, too,
+and in a block each rank along sp.
 
 Modules with running statistics (BatchNorm) keep parameters and buffers in fp32, inputs and outputs cast around them. RMS norms
 that transformers writes out in five operators become torch's one kernel where that computes the same. A plan comes from PLANS

@@ -835,7 +835,7 @@ def half_precision_near_fp32(**knobs):
         losses.append(run_of)
         assert_same_on_all_ranks([p.detach() for p in engine.module.parameters()])
     assert losses[0][-1] < losses[0][0] - 0.05
-    assert max(abs(a - b) for a, b in zip(*losses)) < 0.003, losses
+    assert max(abs(a - b) for a, b in zip(*losses)) < 0.003, losses  # on CPUs 0.0007; bf16 has steps of 0.016 near 4
 
 
 @stages((2, dict(sp=2, sp_mode="all_to_all")), (2, dict(sp=2, sp_mode="ring")))

@@ -363,6 +363,7 @@ def kept_in_blocks(sp, mode):
 def memory_and_bytes_of_own_tokens(mode):
     n = dist.get_world_size()
     (whole, _), (own, sent) = kept_in_blocks(1, None), kept_in_blocks(n, mode)
+    # An n-th, but for statistics of norms, too small to be counted here, and for keys that ranks have several times.
     assert 0.95 * whole / n < own < 1.15 * whole / n, (whole, own)
     tokens, hidden, keys, layers = 4 * 12, 16, 8, 3  # 8 bytes an element; keys and values of 2 heads of 4
     if mode == "all_to_all":  # forward and backward: queries and output, keys and values, whose 2 heads 4 ranks have twice
