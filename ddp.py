@@ -401,7 +401,9 @@ class DDP:
                 new_views.append(view)
                 new_grads.append(grad)
             self.params[i].grad = view
-        if new_views:
+        if len(new_views) == 1:  # copy_ takes the whole GPU for one tensor, _foreach_copy_ one block for each 65,536 elements
+            new_views[0].copy_(new_grads[0])
+        elif new_views:
             torch._foreach_copy_(new_views, new_grads)
         if absent:
             torch._foreach_zero_(absent)

@@ -612,7 +612,9 @@ class Zero:
                 places.append(place)
                 grads.append(p.grad)
             p.grad = place
-        if places:
+        if len(places) == 1:  # copy_ takes the whole GPU for one tensor, _foreach_copy_ one block for each 65,536 elements
+            places[0].copy_(grads[0])
+        elif places:
             torch._foreach_copy_(places, grads)
         if absent:
             torch._foreach_zero_(absent)

@@ -26,6 +26,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import transformers
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 from ddp import DDP, distributed, sent_bytes  # noqa: E402
@@ -34,12 +35,16 @@ from hybrid import Hybrid, plan_of  # noqa: E402
 from zero import Zero  # noqa: E402
 
 
-def sentences(vocabulary, rows, length, device):
-    """Batches by rank: words and a label of two."""
+def sentences(vocabulary, rows, length, device, padded=False):
+    """Batches by rank: words and a label of two. padded: sentences of a quarter of the length and more, and a mask."""
     def batch(rank):
         g = torch.Generator().manual_seed(rank)
-        return dict(input_ids=torch.randint(vocabulary, (rows, length), generator=g).to(device),
-                    labels=torch.randint(2, (rows,), generator=g).to(device))
+        words = dict(input_ids=torch.randint(vocabulary, (rows, length), generator=g),
+                     labels=torch.randint(2, (rows,), generator=g))
+        if padded:
+            lengths = torch.randint(length // 4, length + 1, (rows, 1), generator=g)
+            words["attention_mask"] = (torch.arange(length) < lengths).long()
+        return {key: x.to(device) for key, x in words.items()}
     return batch
 
 
@@ -61,11 +66,11 @@ def resnet18(device):
     return resnet18(num_classes=10), batch, lambda out, b: torch.nn.functional.cross_entropy(out, b[1])
 
 
-def bert_base(device):
+def bert_base(device, padded=False):
     """BERT-base with a head of 2 labels, 109.5 M parameters; 32 sequences of 128 tokens per rank."""
     from transformers import BertConfig, BertForSequenceClassification
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return BertForSequenceClassification(config), sentences(30522, 32, 128, device), None
+    return BertForSequenceClassification(config), sentences(30522, 32, 128, device, padded), None
 
 
 def gpt2_xl(device):
@@ -89,7 +94,8 @@ def together(batches):
 
 
 WORKS = {  # of a device: a model on the CPU, batches by rank, a loss function or None for the model's own
-    "bert": bert, "resnet18": resnet18, "bert-base": bert_base, "gpt2-xl": gpt2_xl}
+    "bert": bert, "resnet18": resnet18, "bert-base": bert_base,
+    "bert-base-padded": lambda device: bert_base(device, padded=True), "gpt2-xl": gpt2_xl}
 
 
 def ours(engine_class, graph=False, **knobs):
@@ -315,13 +321,15 @@ def main():
             machine = f"{os.cpu_count()} CPU cores ({platform.machine()})"
             machine = torch.cuda.get_device_name() if device.type == "cuda" else machine
             print(f"{dist.get_world_size()} ranks, {dist.get_backend()}, {machine}, torch {torch.__version__}")
-            print("model      precision  engine            median ms  best ms  ratio  B/param  formula  peak GiB     loss")
+            print("model            precision  engine            median ms  best ms  ratio  B/param  formula  peak GiB     loss")
             for r in rows:
-                print(f"{r['work']:11}{r['precision']:11}{r['engine']:18}{r['ms']:10.1f}{r['best_ms']:9.1f}{r['ratio']:7.3f}"
+                print(f"{r['work']:17}{r['precision']:11}{r['engine']:18}{r['ms']:10.1f}{r['best_ms']:9.1f}{r['ratio']:7.3f}"
                       f"{r['bytes_per_param']:9.2f}{r['formula']:9.2f}{r['peak_gib']:10.2f}{r['loss']:9.4f}")
             if args.json:
                 with open(args.json, "a") as f:
-                    f.writelines(json.dumps({**r, "machine": machine, "torch": torch.__version__}) + "\n" for r in rows)
+                    where = dict(machine=machine, torch=torch.__version__, transformers=transformers.__version__,
+                                 command=" ".join(["benchmarks/step.py", *sys.argv[1:]]))
+                    f.writelines(json.dumps({**r, **where}) + "\n" for r in rows)
 
 
 if __name__ == "__main__":
