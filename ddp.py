@@ -4,14 +4,14 @@ Each rank runs forward and backward on different samples. Before the optimizer s
 all ranks, so every rank applies the same update to the same weights and the replicas never part.
 
                  rank 0      rank 1      bytes per rank; Ψ parameters, N ranks
-    p            [ A | B ]   [ A | B ]   4Ψ    fp32 weights (fp16 and bf16 run by autocast over them, whose
-                                                 copies take up to 2Ψ more from forward to backward)
+    p            [ A | B ]   [ A | B ]   4Ψ    fp32 weights; in fp16 and bf16 autocast's half copies of them
+                                                 take up to 2Ψ more from forward to backward
     m, v         [ A | B ]   [ A | B ]   8Ψ    Adam's two moments
-    grads        [ A | B ]   [ A | B ]   4Ψ    in flat buckets, summed over the ranks while backward still runs
+    grads        [ A | B ]   [ A | B ]   4Ψ    in flat buckets; parts of the mean, summed over the ranks during backward
     batch        [ x0 x1 ]   [ x2 x3 ]         what differs
     BERT-base (Ψ = 109.5e6): 16Ψ = 1.75 GB on every rank, however many there are; zero.py divides it.
 
-    1. forward        on this rank's samples; 8 bytes travel, the weight of the batch in the mean.
+    1. forward        on this rank's samples; 8 bytes sum the batches' weights over the ranks, 8 more later their losses.
     2. backward       the last layer's gradient comes first. As soon as every gradient of a bucket is there, and all
                       buckets before it have been sent, it is all-reduced while autograd computes the next layers:
 
@@ -22,10 +22,11 @@ all ranks, so every rank applies the same update to the same weights and the rep
                       same weights. BatchNorm's running statistics are averaged.
 
 Autograd allocates each gradient anew; it is copied into its bucket, and `.grad` becomes a view of it, to which further
-micro-batches add in place. Between steps `.grad` is None: that is how a parameter without a gradient is told.
+micro-batches add in place. Between steps `.grad` is None. Which parameters had a gradient, hooks note: all
+ranks leave alone those that had none on any of them (8 bytes per parameter tensor, summed behind the last bucket).
 
-    An all-reduce of B bytes over a ring sends 2(N-1)/N * B bytes per rank: (N-1)/N to sum each N-th on one rank, as much
-    to hand the sums round. 4Ψ bytes of gradients on 8 ranks: 7Ψ bytes, 766 MB a step for BERT-base, whatever the batch.
+    An all-reduce of B bytes over a ring sends 2(N-1)/N * B bytes per rank: each rank sums one N-th, which takes (N-1)/N, and
+    handing the sums round takes as much. 4Ψ bytes of gradients on 8 ranks: 7Ψ bytes, 766 MB a step for BERT-base.
 
 Why buckets: one collective per parameter would pay the latency 200 times, one for all parameters could not start
 before backward ends. Why in a fixed order: collectives are matched by position. If rank 0 sent bucket 2 while rank 1
@@ -159,7 +160,7 @@ class DDP:
         self._order: list[int] = []  # parameters in the order in which their gradients arrived in this backward
         self._launched = 0  # buckets of this backward whose all-reduce has been issued
         self._reduced = False  # the buckets hold sums over the ranks
-        self._first_order: list[int] = []  # _order of the first backward that was reduced; the buckets are rebuilt by it
+        self._first_order: list[int] = []  # _order of the first backward; the buckets are rebuilt by it
         self._rebuilt = False
         for hook in HOOKS.pop(model, ()):
             hook.remove()
@@ -226,7 +227,8 @@ class DDP:
         """Ranks that differ would meet in collectives of different sizes, hang or add up nonsense: say so first."""
         text = repr([(n, tuple(p.shape), p.stride(), p.dtype, p.requires_grad) for n, p in self.module.named_parameters()]
                     + [(n, tuple(b.shape), b.dtype) for n, b in self.module.named_buffers()]
-                    + [(n, k) for n, k in zip(self.names, self.optimizer.group_list)]) + repr(settings)
+                    + [(n, k) for n, k in zip(self.names, self.optimizer.group_list)]
+                    + [options_of(group) for group in self.optimizer.param_groups]) + repr(settings)
         digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         ends = torch.tensor([digest, -digest], device=self.device)
         # before: each rank's hash h and -h.  after: [max h, -min h] everywhere.  sends: 2(N-1)/N * 16 bytes, once; all wait.
@@ -253,8 +255,8 @@ class DDP:
         for loss_fn) or a tensor; tensors are cut along dim 0. None, or no rows: this rank has no samples this time.
         loss_fn(output, micro_batch), under autocast as the model is, returns the mean over the micro-batch; without it
         the output, or its `loss`, is the loss. weight(micro_batch): what a micro-batch counts, a number or a device
-        scalar that depends on the batch alone; see `default_weight`; where it is 0 the gradient must be finite all the
-        same. An exception discards what has accumulated.
+        scalar that depends on the batch alone; see `default_weight`; 0 does not hide a gradient that is inf or
+        NaN. An exception discards what has accumulated.
         """
         with self._discard_on_error():
             pieces = split_batch(batch, micro_batches)
@@ -345,7 +347,7 @@ class DDP:
 
     def _begin_backward(self) -> None:
         self._check_model()
-        if self._reduced:  # a second backward before step: rank 0's gradients add to the sum, the others' start from zero
+        if self._reduced:  # a second backward before step: only rank 0 keeps the old sum, so that it counts once
             if self.rank != 0:
                 for bucket in self.buckets:
                     bucket.flat.zero_()
@@ -370,7 +372,7 @@ class DDP:
         if param.grad.is_sparse:
             raise RuntimeError(f"sparse gradients are not supported: {self.names[index]}; use sparse=False")
         bucket = self.buckets[self._bucket_of[index]]
-        if self._arrived[index]:  # reentrant checkpointing, one backward per use: autograd has added it in place, if not too late
+        if self._arrived[index]:  # reentrant checkpointing brings it once per use: `.grad` has the sum, in time if not yet sent
             if bucket.work is not None:
                 raise RuntimeError(f"the gradient of {self.names[index]} arrived again after its bucket was sent, as with "
                                    "reentrant activation checkpointing; use torch.utils.checkpoint(..., use_reentrant=False)")
@@ -396,7 +398,7 @@ class DDP:
                 continue
             if grad is None:
                 absent.append(view)
-                self.optimizer.present[i] = 0  # if it was 1, the user has set an earlier micro-batch's gradient to None
+                self.optimizer.present[i] = 0  # 1 only if the user set an earlier micro-batch's gradient to None
             else:
                 new_views.append(view)
                 new_grads.append(grad)
@@ -412,18 +414,19 @@ class DDP:
         """Issue the next bucket's all-reduce. Always in the buckets' order, whatever the order of the gradients."""
         # before: rank r holds flat_r (numel,), its own gradients times share and scale.  after: all hold sum_r flat_r.
         # sends: 2(N-1)/N * numel * 4 bytes in fp32. NCCL works on its own stream, gloo in its own thread: until `_end_backward`
-        # waits, autograd computes the earlier layers.
+        # waits, autograd computes the layers nearer to the input.
         if self.compression is None or self.world_size == 1:
             bucket.work = self._all_reduce(bucket.flat, async_op=True)
         else:
             if self._launched:
                 self.buckets[self._launched - 1].work.advance()
-            bucket.work = self.compression(self, bucket.flat)
+            bucket.work = self.compression(self, bucket)
         self._launched += 1
 
     def _end_backward(self) -> None:
         """Autograd is through; what follows depends on no_sync alone."""
         self._in_backward = False
+        self._first_order = self._first_order or self._order
         if self._sync:
             self._reduce()
 
@@ -442,7 +445,6 @@ class DDP:
             bucket.work = None
         wait(presence_work)
         self._reduced = True
-        self._first_order = self._first_order or self._order
 
     def _reduce_what_is_left(self) -> None:
         """Where every backward since the last step was inside no_sync, or there was none: reduce as at the end of one."""
@@ -594,8 +596,11 @@ class DDP:
         self._check_not_moved()
         extra = load_checkpoint(self, directory, objects)
         self.zero_grad()
-        order = extra.get("_bucket_order", [])  # it decides in which order a ring adds
-        if order and sorted(order) == sorted(self.names):
+        order = extra.get("_bucket_order")  # decides how a ring adds; [] before the first step, None of other strategies
+        if order == [] and self._rebuilt:
+            self._replace_buckets(list(reversed(range(len(self.params)))))
+            self._rebuilt, self._first_order = False, []
+        elif order and sorted(order) == sorted(self.names):
             self._replace_buckets([self.names.index(name) for name in order])
         return {k: v for k, v in extra.items() if not k.startswith("_")}
 
@@ -680,13 +685,13 @@ class Fp8Sum:
 
     Sends 2 (N-1)/N bytes per element, and 1/64 more for the scales. Rounds each addend and the sum once, by 2^-4 of its own
     size at most, so the error of a gradient is a few percent of its norm (test_ddp.py states it). inf and NaN turn their
-    block into NaN, which skips the step.
+    block into NaN, which skips the step; padding between parameters stays zero.
     """
 
     BLOCK = 256
 
-    def __init__(self, engine: DDP, flat: Tensor):
-        self.engine, self.flat, self.gather = engine, flat, None
+    def __init__(self, engine: DDP, bucket: Bucket):
+        self.engine, self.bucket, self.gather, flat = engine, bucket, None, bucket.flat
         n = engine.world_size
         self.slice_numel = -(-flat.numel() // (n * self.BLOCK)) * self.BLOCK
         padded = nn.functional.pad(flat.float(), (0, n * self.slice_numel - flat.numel()))
@@ -709,14 +714,16 @@ class Fp8Sum:
     def wait(self) -> None:
         self.advance()
         self.gather.wait()
-        self.flat.copy_(self._unpack(self.received).view(-1)[: self.flat.numel()])
+        total = self._unpack(self.received).view(-1)
+        views = list(self.bucket.views.values())
+        torch._foreach_copy_(views, [total.as_strided(v.shape, v.stride(), v.storage_offset()) for v in views])
 
     def _pack(self, x: Tensor) -> Tensor:
         """(rows, numel) fp32 -> (rows, numel + numel / 64) bytes: the fp8 values, then the scales. As bytes, because not every
         backend knows fp8; nobody adds them."""
         blocks = x.view(len(x), -1, self.BLOCK)
         largest = blocks.abs().amax(-1, keepdim=True)
-        scale = torch.where(largest == 0, 1.0, largest / 448)  # 448 is e4m3's largest number
+        scale = (largest / 448).clamp(min=torch.finfo(torch.float32).tiny)  # 448 is e4m3's largest number
         values = (blocks / scale).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
         return torch.cat([values, scale.flatten(1).contiguous().view(torch.uint8)], dim=1)
 
@@ -728,8 +735,8 @@ class Fp8Sum:
 
 
 COMPRESSION = {
-    "bf16": lambda engine, flat: HalfSum(engine, flat, torch.bfloat16),
-    "fp16": lambda engine, flat: HalfSum(engine, flat, torch.float16),
+    "bf16": lambda engine, bucket: HalfSum(engine, bucket.flat, torch.bfloat16),
+    "fp16": lambda engine, bucket: HalfSum(engine, bucket.flat, torch.float16),
     "fp8": Fp8Sum,
 }
 
@@ -742,10 +749,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     Input (samples, C, ...), as many samples on each rank as it likes; in training every rank must call it equally often.
     Equal to nn.BatchNorm in one process on the whole batch. In evaluation, and on one rank, it is nn.BatchNorm.
+    With an engine that waits inside backward for room, as all but DDP do, all ranks must also use the same parameters: others
+    would wait there for a bucket that one rank completes after backward, and that rank in a BatchNorm for them.
     `sync_batchnorm(model)` puts it in the place of every nn.BatchNorm. Its own traffic is not in `engine.traffic`.
     """
 
-    group = None
+    channel = None
 
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
@@ -753,9 +762,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+        if not self.training or not dist.is_initialized() or dist.get_world_size(self.channel.group) == 1:
             return super().forward(x)
-        y, mean, var, count = _SyncNorm.apply(x, self.weight, self.bias, self.eps, self.group)
+        y, mean, var, count = _SyncNorm.apply(x, self.weight, self.bias, self.eps, self.channel())
         if self.track_running_stats:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
@@ -765,6 +774,25 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
                 self.running_var.lerp_((var * (count / (count - 1))).to(self.running_var.dtype), factor)  # unbiased
         return y
+
+
+class _Channel:
+    """A process group of the same ranks, for SyncBatchNorm alone. In one group all ranks must begin their collectives in one
+    order, and a bucket of which a gradient never comes goes out after BatchNorm's backward, while on other ranks it came before."""
+
+    def __init__(self, group=None):
+        self.group, self.own = group, None
+
+    def __call__(self):
+        if self.own is None:  # by the first forward, so all ranks are here
+            self.own = dist.new_group(dist.get_process_group_ranks(self.group or dist.group.WORLD), use_local_synchronization=True)
+        return self.own
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return _Channel, (self.group,)
 
 
 class _SyncNorm(torch.autograd.Function):
@@ -811,15 +839,16 @@ class _SyncNorm(torch.autograd.Function):
 
 def sync_batchnorm(module: nn.Module, group=None) -> nn.Module:
     """Replace every nn.BatchNorm1d/2d/3d in `module` by SyncBatchNorm, with the same parameter and buffer objects, before the
-    engine is built. Returns the module (a new one if it is itself a BatchNorm)."""
+    engine is built. Returns the module (a new one if it is itself a BatchNorm). group: None for all ranks."""
+    channel = group if isinstance(group, _Channel) else _Channel(group)
     if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
         synced = SyncBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             setattr(synced, name, tensor)
-        synced.group = group
+        synced.channel = channel
         return synced.train(module.training)
     for name, child in module.named_children():
-        setattr(module, name, sync_batchnorm(child, group))
+        setattr(module, name, sync_batchnorm(child, channel))
     return module
 
 

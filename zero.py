@@ -7,8 +7,8 @@ alone, so only r needs that slice's fp32 master weights and moments (stage 1), a
     weights      [ A | B ]   [ A | B ]   2Ψ        bf16 or fp16, what forward and backward compute with
     master, m, v [ A |   ]   [   | B ]   12Ψ/N     fp32 weights and Adam's two moments (fp32 models: 8Ψ/N, weights are masters)
     grads, 1     [ A | B ]   [ A | B ]   2Ψ        stage 1: whole gradients, the own slice summed over the ranks
-    grads, 2     [ A |   ]   [   | B ]   2Ψ/N      stage 2: the own slice, 4Ψ/N where several micro-batches add up in fp32,
-                                                   and room for two buckets on their way
+    grads, 2     [ A |   ]   [   | B ]   2Ψ/N      stage 2: the own slice, 4Ψ/N where several micro-batches add up in fp32;
+                                                   and room for two buckets, so it saves where they are small beside Ψ
                                                    (gloo, both stages: and (N-1)/N of a bucket, for what is received)
     BERT-base (Ψ = 109.5e6), N = 8: stage 1 602 MB, stage 2 411 MB and two buckets, where ddp.py has 16Ψ = 1.75 GB. A bucket
     takes 25 MiB, or one parameter that is larger: here the word embeddings' 45 MiB.
@@ -21,10 +21,10 @@ alone, so only r needs that slice's fp32 master weights and moments (stage 1), a
     reduce-scatter: every rank brings N slices, rank r leaves with the sum of all slices r.
     all-gather:     every rank brings one slice and leaves with all N.
 
-    1. forward        whoever touches a weight waits until its bucket has been gathered (4).
+    1. forward        who touches a weight first waits for its bucket's gather, which the last step has started (4).
     2. backward       gradients are copied into the flat tensor of their bucket; when all are there it is reduce-scattered, while
                       autograd goes on. Stage 1 does so in the last micro-batch, after adding up in the weights' dtype. Stage 2
-                      does so in every one, adds to its slice, and uses the flat tensor again for the next bucket but one.
+                      does so in every one and adds to its slice; two flat tensors serve all buckets in turn.
     3. step           squares of the own gradients, summed over ranks: norm, overflow, clip. Adam on the own slices.
     4. gather         each bucket's slices go to everybody, those that forward needs first; nobody waits for it yet.
 
@@ -108,7 +108,7 @@ class Bucket:
     master: Tensor  # (S,); the own slice of `weights` itself where that is precise enough
     shard: Tensor | None = None  # (S,) gradient of the own slice; in stage 1 a part of `grads`, offloaded in host memory
     grads: Tensor | None = None  # (N*S,) gradients of this rank: always there in stage 1, in stage 2 from filling to sending
-    flat: Tensor | None = None  # stage 2: one of the two tensors for that, of which `grads` is the beginning
+    flat: Tensor | None = None  # stage 2: one of the two tensors for that, as long as the largest bucket; `grads` is its beginning
     landing: Tensor | None = None  # (S,) offload: where slices land in host memory, and from where new weights leave it
     owned: "list[tuple[Fragment, int]]" = dataclasses.field(default_factory=list)  # the optimizer's part; place in the slice
     missing: int = 0  # gradients of this backward that have not arrived yet
@@ -193,7 +193,7 @@ class Zero:
         self._in_flight: list[Bucket] = []
         self._reduced = False  # the shards hold sums over the ranks
         # Compiled code reads weights without asking: once torch.compile has been seen at work, forward waits for all.
-        self._asks_nobody = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
+        self._wait_for_all = any(isinstance(m, torch.jit.ScriptModule) for m in model.modules())
         me = weakref.ref(self)  # the garbage collector does not see through hooks of tensors: a plain reference would stay for ever
 
         def on_grad(index, param):
@@ -201,7 +201,7 @@ class Zero:
                 engine._on_grad(index, param)
 
         hooks += [p.register_post_accumulate_grad_hook(functools.partial(on_grad, i)) for i, p in enumerate(self.params)]
-        # functions, not bound methods: a deepcopy of the model would copy the engine with those
+        # lambdas: a deepcopy of the model shares them, while bound methods would be copied with their engine
         hooks += [m.register_forward_pre_hook(lambda m, _: self._before_module(m)) for m in model.modules() if m._parameters]
         hooks.append(model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._before_model()), prepend=True))
         self._hooks = hooks
@@ -220,16 +220,15 @@ class Zero:
                 hooks += [module.register_forward_pre_hook(to_fp32, with_kwargs=True), module.register_forward_hook(back_to_given)]
                 in_fp32.update(module.modules())
         for module in self._model.modules() if self.half else ():
-            if module in in_fp32:
-                continue
+            dtype = torch.float32 if module in in_fp32 else self.half
             for p in module.parameters(recurse=False):
                 if p.is_floating_point() and p in self._index:
-                    self._dtypes[self._index[p]] = self.half
+                    self._dtypes[self._index[p]] = dtype
                 elif p.is_floating_point():
-                    p.data = p.data.to(self.half)
+                    p.data = p.data.to(dtype)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                    buffer.data = buffer.data.to(self.half)
+                    buffer.data = buffer.data.to(dtype)
         return hooks
 
     def _lay_out_buckets(self) -> None:
@@ -237,7 +236,7 @@ class Zero:
         weights there, and take the own slices' masters from the weights as they were before the cast."""
         open_, closed = {}, []  # dtype -> parameter indices; the buckets' index lists in the order in which they filled
         size_bytes = dict.fromkeys(self._dtypes, 0)
-        # Stage 2 has room for two buckets. Under gloo that is three smaller ones: the third is for what is received.
+        # Stage 2 has room for two buckets. gloo needs a third, for what is received, and gets three of 2/3 the size.
         capacity = self.bucket_bytes * (2 / 3 if self.by_hand and self.stage == 2 else 1)
         for i in reversed(range(len(self.params))):
             dtype = self._dtypes[i]
@@ -250,6 +249,7 @@ class Zero:
         self._bucket_of = [0] * len(self.params)
         self.fragments: list[Fragment] = []
         for indices in closed + list(open_.values()):
+            # part 0, which Adam updates first, is the last bucket, which forward reads first
             self.buckets.append(self._make_bucket(indices, part=len(closed) + len(open_) - 1 - len(self.buckets)))
         self._make_room()
         self._point_at_gradients()
@@ -307,7 +307,7 @@ class Zero:
             p, end = self.params[i], start + self.params[i].numel()
             lo, hi = max(start, own.start), min(end, own.stop)  # the part of it that is in the own slice
             if p.numel() == 0:
-                lo = hi = own.start  # a parameter without elements is everybody's
+                lo = hi = own.start  # of a parameter without elements every rank has an empty fragment, so that all know it
             if lo < hi or p.numel() == 0:
                 at, first = slice(lo - own.start, hi - own.start), max(lo - start, 0) if p.numel() else 0
                 half = None if self.offload or master.dtype == dtype else weights[own][at]
@@ -336,7 +336,7 @@ class Zero:
         return host
 
     def _point_at_gradients(self, accumulate: bool = False) -> None:
-        """(Re)make the gradient slices and tell Adam. What they hold moves along. Once they are wide they stay so.
+        """(Re)make the gradient slices, what they hold moving along, and tell Adam. Once they are fp32 they stay so.
 
                                         `shard`, the gradient of the own slice       `grads`, whole gradients
             stage 1                     the own slice of `grads`                     always there
@@ -380,6 +380,7 @@ class Zero:
         text = repr([(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in self._model.named_parameters()]
                     + [(n, tuple(b.shape), b.dtype) for n, b in self._model.named_buffers()]
                     + [(n, k) for n, k in zip(self.names, self.optimizer.group_list)]
+                    + [options_of(group) for group in self.optimizer.param_groups]
                     + [options_of(group) for group in self.optimizer.param_groups]) + repr(settings)
         digest = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         ends = torch.tensor([digest, -digest], device=self.device)
@@ -403,14 +404,14 @@ class Zero:
     def _before_module(self, module: nn.Module) -> None:
         """A module's forward begins: its own parameters must be there, even if it hands them to code that torch does not see."""
         if torch.compiler.is_compiling():
-            self._asks_nobody = True  # torch.compile is following this code, and does so after its own has run
+            self._wait_for_all = True  # torch.compile traces this: what it makes of it will not ask, so from now on nobody needs to
         else:
             for p in module._parameters.values():
                 if isinstance(p, Pending):
                     p.wait()
 
     def _before_model(self) -> None:
-        if self._asks_nobody:
+        if self._wait_for_all:
             self.wait_for_weights()
 
     def _wait_for_gather(self, bucket: Bucket) -> None:
@@ -420,10 +421,10 @@ class Zero:
         bucket.classes = {}
         gathering.wait()
         if self.device.type == "cuda" and torch.cuda.current_stream(self.device) != self._stream:
-            with torch.cuda.stream(self._stream):  # the stream that trains must wait, too: nobody will ask it to later
+            with torch.cuda.stream(self._stream):  # the training stream must wait, too: the parameter is marked no longer
                 gathering.wait()
         if torch.compiler.is_compiling():
-            self._asks_nobody = True
+            self._wait_for_all = True
 
     def _mark_pending(self, bucket: Bucket) -> None:
         """From here on, whoever touches a parameter of this bucket waits first (class Pending)."""
@@ -475,7 +476,7 @@ class Zero:
                         self._backward(loss, share)
                     else:  # its gradients are zeros, but the others wait for them
                         self._begin_backward()
-                        self._end_backward()
+                        self._end_backward(self._reducing)
             wait(loss_work)
         in_float64 = self.params and self.params[0].dtype == torch.float64  # as full_grad: fp32 but for float64 models
         return loss_sum if in_float64 else loss_sum.float()
@@ -493,7 +494,7 @@ class Zero:
     def no_sync(self):
         """Around `backward` of all micro-batches but the last; all ranks or none. Stage 1 then only accumulates on this rank, in
         the weights' dtype; stage 2 does reduce, since it has no room for whole gradients, but adds up in fp32 from the first
-        on. The flag is read in backward alone. If no later backward reduces what stage 1 has accumulated, `step` does."""
+        on. If no later backward reduces what stage 1 has accumulated, `step` does."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -528,7 +529,7 @@ class Zero:
             loss = loss.float()  # fp16 ends at 65504, and the first scale is 65536
         self._begin_backward()
         loss.backward(gradient=(self.scaler.state[SCALE] * share).to(loss.dtype).reshape(loss.shape))
-        self._end_backward()
+        self._end_backward(self._reducing)
 
     def _check_model(self) -> None:
         """Is the model still as it was when the engine was built, and are its weights there?"""
@@ -571,7 +572,7 @@ class Zero:
         if param.grad.is_sparse:
             raise RuntimeError(f"sparse gradients are not supported: {self.names[index]}; use sparse=False")
         bucket = self.buckets[self._bucket_of[index]]
-        if self._arrived[index]:  # reentrant checkpointing, one backward per use: autograd has added it, if not too late
+        if self._arrived[index]:  # reentrant checkpointing brings it once per use: `.grad` has the sum, in time if not yet sent
             if bucket.launched:
                 raise RuntimeError(f"the gradient of {self.names[index]} arrived again after its bucket was sent, as with "
                                    "reentrant activation checkpointing; use torch.utils.checkpoint(..., use_reentrant=False)")
@@ -579,7 +580,8 @@ class Zero:
         self._arrived[index] = True
         self.optimizer.present[index] = 1
         bucket.missing -= 1
-        if self.stage == 1 or self._bucket_of[index] < self._launched + 2:  # the others wait for one of the two flat tensors
+        # of later buckets autograd keeps the gradients until a flat tensor is free
+        if self.stage == 1 or self._bucket_of[index] < self._launched + 2:
             if param.numel() >= COPY_NUMEL:
                 self._fill(bucket, [index])
             if bucket.missing == 0:
@@ -590,8 +592,8 @@ class Zero:
     _reducing = property(lambda self: self._sync or self.stage == 2, doc="does this backward end in sums over the ranks?")
 
     def _fill(self, bucket: Bucket, indices) -> None:
-        """Copy gradients that autograd allocated into the bucket's flat tensor, in one call, and let `.grad` be the views: what is
-        added later, is added there, and the memory is there once. Zeros where no gradient came."""
+        """Copy gradients that autograd allocated into the bucket's flat tensor, in one call, and let `.grad` be the views: later
+        gradients add up in place, and autograd's copy is freed. Zeros where no gradient came."""
         if bucket.grads is None:
             if not self._spare[bucket.weights.dtype]:
                 self._finish(next(b for b in self._in_flight if b.weights.dtype == bucket.weights.dtype))
@@ -667,11 +669,11 @@ class Zero:
             if bucket.shard is not bucket.landing:
                 bucket.shard.add_(bucket.landing) if bucket.adds_up else bucket.shard.copy_(bucket.landing)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, reduce: bool) -> None:
         """Autograd is through. Send the buckets that still miss a gradient, which will not come, and those queued behind them,
         and wait for all; under NCCL the stream waits, under gloo this thread."""
         self._in_backward = False
-        if self._reducing:
+        if reduce:
             for bucket in self.buckets[self._launched :]:
                 self._launch(bucket)
             while self._in_flight:
@@ -683,7 +685,7 @@ class Zero:
         inside no_sync of stage 1."""
         if not self._reduced:
             self._begin_backward()
-            self._end_backward()
+            self._end_backward(True)
         for bucket in self.buckets:
             self._absorb(bucket)
 
@@ -715,8 +717,7 @@ class Zero:
         for flat, work in zip(self._statistics, statistics_works):
             wait(work)
             flat.div_(self.world_size)
-        # The streams of a graph join at its end. A gather that the next replay waited for would have to be that graph's first part,
-        # and weights old in between for whoever reads them: so here it is waited for, and hides behind nothing.
+        # A CUDA graph (`capture`) must end with its gathers done: there they hide behind nothing.
         if not self.overlap_gather or self._stream and torch.cuda.is_current_stream_capturing():
             self.wait_for_weights()
         self.zero_grad()
@@ -745,7 +746,7 @@ class Zero:
         """Adam has updated part 0, the bucket that forward reads first, then 1, ...: send its own slice to everybody."""
         bucket = self.buckets[len(self.buckets) - 1 - part]
         with torch.cuda.stream(self._side):
-            if self.offload:  # Adam has run in host memory; its gradients are used up, so weights leave from where they landed
+            if self.offload:  # Adam, in host memory, is done with the gradients in `landing`: new weights leave from there
                 bucket.landing.copy_(bucket.master)
                 bucket.weights[bucket.own].copy_(bucket.landing, non_blocking=True)
             # starts the all-gather; who holds what and what is sent: SliceGather. Tags 0 to B-1 are the reduce-scatters'.

@@ -563,6 +563,13 @@ def accumulation_numbers(name):
             way(e)
             e.step()
             assert e.grad_norm.item() == 4.5, way.__name__
+            with e.no_sync():  # asked for inside, too, the sum is that over the ranks
+                never_synchronised(e)
+                assert e.full_grad("weight").item() == 4.5
+                e.zero_grad()
+                never_synchronised(e)
+                e.step()
+            assert e.grad_norm.item() == 4.5
 
 
 @fewer_engines

@@ -2,6 +2,7 @@
 
 The contract that it shares with the other strategies is in test_contract.py. About 25 s, of which the demonstration takes 10.
 """
+import copy
 import pathlib
 import re
 import subprocess
@@ -191,11 +192,12 @@ def compressed_specials(compression):
     """Zeros stay zeros, small numbers are not lost beside large ones of other blocks, an inf or NaN of one rank skips the step
     on all, an unused parameter is left alone, and 3 micro-batches are compressed once."""
     rank = dist.get_rank()
-    model = nn.ParameterDict({n: nn.Parameter(torch.zeros(1000)) for n in ("large", "small", "zero", "unused")})
+    numels = dict(large=1000, small=1000, zero=1001, unused=1000)  # with padding behind 1001, in a block with others
+    model = nn.ParameterDict({n: nn.Parameter(torch.zeros(numel)) for n, numel in numels.items()})
     engine = build_engine("ddp", model, precision="fp32", compression=compression, lr=0.1, bucket_mb=1.0, first_bucket_mb=1.0)
 
     def backward(factor=1.0):
-        engine.backward((1e3 * model["large"] + 1e-3 * model["small"] + 0 * model["zero"]).sum() * factor)
+        engine.backward((1e3 * model["large"].sum() + 1e-3 * model["small"].sum() + 0 * model["zero"].sum()) * factor)
     backward()
     assert (engine.full_grad("large") == 1e3).all() and (engine.full_grad("zero") == 0).all()
     small = engine.full_grad("small")
@@ -208,9 +210,13 @@ def compressed_specials(compression):
         backward(bad if rank == 1 else 1.0)
         engine.step()
         assert engine.skipped and all(torch.equal(p, q) for p, q in zip(model.values(), before, strict=True))
-    backward()
+        backward()
+        engine.step()
+        assert not engine.skipped
+    assert engine.skipped_steps == 2
+    backward(1e-44)  # of which a block's scale, 1/448, is no number of fp32 any more
     engine.step()
-    assert not engine.skipped and engine.skipped_steps == 2
+    assert not engine.skipped
     with engine.no_sync():
         backward()
         backward()
@@ -310,6 +316,32 @@ def sync_batch_norm(micro_batches):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sync_batch_norm_equals_one_process(pool, ranks):
     pool.run(ranks, sync_batch_norm, 2)
+
+
+def unused_beside_sync_batch_norm():
+    """A head that rank 1 does not use keeps its bucket back until backward has ended, while on rank 0 the bucket goes out before
+    the collective of SyncBatchNorm's backward: in one group the two would meet each other."""
+    torch.manual_seed(0)
+    rank, plain, heads = dist.get_rank(), nn.BatchNorm1d(5).double(), [nn.Linear(5, 1).double() for _ in range(2)]
+    model = nn.ModuleDict(dict(norm=ddp.sync_batchnorm(copy.deepcopy(plain)), heads=nn.ModuleList(copy.deepcopy(heads))))
+    engine = build_engine("ddp", model, precision="fp32", lr=0.1, bucket_mb=1e-5, first_bucket_mb=1e-5)  # one parameter in each bucket
+    x, norm = random(8, 5, seed=1), engine.module["norm"]
+    for _ in range(3):
+        y = norm(x[4 * rank : 4 * rank + 4])
+        engine.backward(sum(engine.module["heads"][h](y).square().mean() for h in ((0, 1) if rank == 0 else (0,))))
+        y = plain(x)
+        (heads[0](y).square().mean() + heads[1](y[:4]).square().mean() / 2).backward()
+        for n, p in plain.named_parameters():
+            contract.close(engine.full_grad(f"norm.{n}"), p.grad)
+        for h, head in enumerate(heads):
+            contract.close(engine.full_grad(f"heads.{h}.weight"), head.weight.grad)
+        engine.zero_grad()
+        for p in (*plain.parameters(), *heads[0].parameters(), *heads[1].parameters()):
+            p.grad = None
+
+
+def test_an_unused_parameter_beside_sync_batch_norm(pool):
+    pool.run(2, unused_beside_sync_batch_norm)
 
 
 def sync_batch_norm_half(precision):
