@@ -574,9 +574,14 @@ def test_sync_batch_norm(run, ranks):
 
 
 @on_two_ranks
-@pytest.mark.parametrize("case", ["failed_backward", "two_backwards_before_a_step", "buckets_follow_arrival"])
+@pytest.mark.parametrize("case", ["failed_backward", "two_backwards_before_a_step", "unused_beside_sync_batch_norm"])
 def test_cases_of_ddp(run, case):
     run(2, getattr(test_ddp, case))
+
+
+@on_two_ranks
+def test_buckets_follow_arrival(run, tmp_path):
+    run(2, test_ddp.buckets_follow_arrival, str(tmp_path))
 
 
 # ---- hybrid: what is divided along tp ----------------------------------------------------------------------------------------
