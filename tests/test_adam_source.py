@@ -41,7 +41,7 @@ def test_compiles_without_warnings_or_spills(arch, tmp_path):
         spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", section)
         assert spills and set(spills) == {("0", "0", "0")}, section
     assert registers.keys() == KERNELS, report
-    assert registers["update_kernel"] <= 64, registers    # 65,536 / (4 blocks of 256 threads), as its comment says
+    assert registers["update_kernel"] <= 48, registers    # 65,536 / (5 blocks of 256 threads) is 51; the compiler takes them by 8
     assert registers["square_sums_kernel"] <= 32, registers    # 8 blocks of 256 threads fill an sm_80 or sm_90
 
 
