@@ -227,6 +227,7 @@ def deepspeed(stage):
             engine.backward(loss)
             engine.step()
             return loss.detach()
+        step.close = engine.destroy  # scale.py frees one engine before it builds the next
         return step
     return build
 

@@ -12,7 +12,7 @@ from torch import nn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STRATEGIES = ("ddp.py", "zero.py", "fsdp.py", "gemini.py", "hybrid.py")
-SCRIPTS = ("train_glue.py", "train_cifar.py", *(f"benchmarks/{name}.py" for name in ("step", "offload", "plain", "plot")))
+SCRIPTS = ("train_glue.py", "train_cifar.py", *(f"benchmarks/{name}.py" for name in ("adam", "memory", "step", "scale", "offload", "plain", "plot")))
 NOT_OURS = {"--standalone", "--nproc_per_node", "--nnodes", "--node_rank", "--rdzv_backend", "--rdzv_endpoint", "--rdzv_id",
             "-r", "-m", "--help"}  # of torchrun; of pip, pytest, argparse
 WRITTEN = {"meta.json"}  # files that runs write
